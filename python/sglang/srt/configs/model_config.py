@@ -1,0 +1,396 @@
+"""Turn a checkpoint's `config.json` into one frozen `ModelConfig`.
+
+Owns the reading of `config.json` and `generation_config.json` and every rule derived from them
+(head size, context length, stop ids, working dtype). Reads plain JSON: neither torch nor
+transformers is imported, so front processes may use it. Called once at start-up by every process;
+the result is immutable and safe to share between threads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.utils.gguf_file import GgufFile
+
+logger = logging.getLogger(__name__)
+
+ALLOW_LONGER_CONTEXT_ENV = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+
+# Accepted spellings of a dtype -> torch attribute name.
+_DTYPE_NAMES = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+
+# Rope types whose `factor` does not lengthen the context beyond `max_position_embeddings`:
+# the published llama3 configurations already state the extended length there.
+_ROPE_TYPES_WITHOUT_STRETCH = ("default", "llama3", "longrope", "su", "proportional")
+
+
+class ModelConfigError(ValueError):
+    """The checkpoint's configuration is missing, malformed, or contradicts the flags."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding parameters.
+
+    `params` holds the remaining keys of `rope_scaling` / `rope_parameters` (factor, betas, ...),
+    as (name, value) pairs so that the whole object can be hashed and used as a cache key.
+    """
+
+    theta: float
+    rope_type: str = "default"
+    partial_rotary_factor: float = 1.0
+    params: tuple[tuple[str, Any], ...] = ()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Value of a scaling parameter, or `default` where the config is silent (or null)."""
+        value = dict(self.params).get(name)
+        return default if value is None else value
+
+    def require(self, name: str) -> Any:
+        """Value of a scaling parameter; raises ModelConfigError where it is absent."""
+        value = self.get(name)
+        if value is None:
+            raise ModelConfigError(f"rope type {self.rope_type!r} needs the parameter {name!r}")
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What the server needs to know about a model before its weights are loaded.
+
+    Counts are of the whole model; per-rank numbers come from the `get_*` methods. `hf_config` is
+    the raw JSON object (after overrides) for families that need a key not listed here.
+    """
+
+    model_path: str
+    architectures: tuple[str, ...]
+    model_type: str
+    dtype: str  # torch attribute name: "float32", "float16", "bfloat16"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    rope: RopeConfig
+    max_position_embeddings: int  # as stated by the checkpoint
+    model_context_len: int  # what the weights support, rope scaling included
+    context_len: int  # what the server will use
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hf_eos_token_id: frozenset[int]
+    bos_token_id: int | None
+    pad_token_id: int | None
+    # One entry a layer: tokens a query may look back on (itself included), None = all of them.
+    sliding_windows: tuple[int | None, ...]
+    # Mixture of experts; num_experts == 0 for dense models.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_path(
+        cls,
+        model_path: str,
+        dtype: str = "auto",
+        context_length: int | None = None,
+        override_args: str | Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> ModelConfig:
+        """Read `<model_path>/config.json`, or the header of a GGUF file.
+
+        `model_path` is a folder, a `config.json`, or a `.gguf` file; a folder without config.json
+        may hold one GGUF file instead.
+        `override_args` is a JSON object (text or mapping) laid over the file, key by key.
+        `trust_remote_code` changes nothing for configurations that JSON describes; a config whose
+        sizes are missing is refused, because its code is never run here.
+        Raises ModelConfigError with the reason.
+        """
+        hf_config, generation_config = _read_checkpoint_config(Path(model_path))
+        return cls.from_dict(
+            hf_config,
+            model_path=model_path,
+            dtype=dtype,
+            context_length=context_length,
+            override_args=override_args,
+            generation_config=generation_config,
+            device=device,
+        )
+
+    @classmethod
+    def from_dict(
+        cls,
+        hf_config: Mapping[str, Any],
+        *,
+        model_path: str = "",
+        dtype: str = "auto",
+        context_length: int | None = None,
+        override_args: str | Mapping[str, Any] | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        device: str = "cpu",
+    ) -> ModelConfig:
+        """Build from an already parsed Hugging Face config (a GGUF header gives one, too).
+
+        Raises ModelConfigError for missing keys, bad values or a context that is too long.
+        """
+        raw = {**hf_config, **_parse_overrides(override_args)}
+        num_layers = _need_int(raw, "num_hidden_layers")
+        num_heads = _need_int(raw, "num_attention_heads")
+        hidden_size = _need_int(raw, "hidden_size")
+        max_position = _need_int(raw, "max_position_embeddings")
+        rope = read_rope_config(raw)
+        model_context_len = derive_context_len(max_position, rope)
+        return cls(
+            model_path=model_path,
+            architectures=tuple(raw.get("architectures") or ()),
+            model_type=str(raw.get("model_type", "")),
+            dtype=resolve_dtype(dtype, raw, device),
+            vocab_size=_need_int(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_need_int(raw, "intermediate_size"),
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=int(raw.get("num_key_value_heads") or num_heads),
+            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            hidden_act=str(raw.get("hidden_act", "silu")),
+            rope=rope,
+            max_position_embeddings=max_position,
+            model_context_len=model_context_len,
+            context_len=_choose_context_len(context_length, model_context_len),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            hf_eos_token_id=_token_ids(raw.get("eos_token_id"))
+            | _token_ids((generation_config or {}).get("eos_token_id")),
+            bos_token_id=_first_id(raw.get("bos_token_id")),
+            pad_token_id=_first_id(raw.get("pad_token_id")),
+            sliding_windows=_sliding_windows(raw, num_layers),
+            num_experts=int(raw.get("num_experts") or raw.get("num_local_experts") or 0),
+            num_experts_per_tok=int(raw.get("num_experts_per_tok") or 0),
+            moe_intermediate_size=int(raw.get("moe_intermediate_size") or 0),
+            norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
+            decoder_sparse_step=int(raw.get("decoder_sparse_step") or 1),
+            mlp_only_layers=tuple(raw.get("mlp_only_layers") or ()),
+            hf_config=raw,
+        )
+
+    def get_num_attention_heads(self, tp_size: int) -> int:
+        """Query heads of one rank. Raises ModelConfigError where they do not divide."""
+        if self.num_attention_heads % tp_size:
+            raise ModelConfigError(
+                f"{self.num_attention_heads} attention heads cannot be split over {tp_size} ranks"
+            )
+        return self.num_attention_heads // tp_size
+
+    def get_num_kv_heads(self, tp_size: int) -> int:
+        """KV heads of one rank; with more ranks than heads each rank holds one (replicated).
+
+        Raises ModelConfigError where neither number divides the other.
+        """
+        total = self.num_key_value_heads
+        if max(total, tp_size) % min(total, tp_size):
+            raise ModelConfigError(f"{total} KV heads cannot be spread over {tp_size} ranks")
+        return max(1, total // tp_size)
+
+    def is_moe_layer(self, layer_id: int) -> bool:
+        """Whether layer `layer_id` has experts instead of one dense MLP."""
+        return (
+            self.num_experts > 0
+            and layer_id not in self.mlp_only_layers
+            and (layer_id + 1) % self.decoder_sparse_step == 0
+        )
+
+
+def resolve_dtype(dtype: str, hf_config: Mapping[str, Any], device: str = "cpu") -> str:
+    """Torch attribute name of the working dtype.
+
+    "auto" is float32 on CPU, where half types are emulated and many times slower; elsewhere the
+    checkpoint's own dtype, float32 checkpoints being run in float16. Raises ModelConfigError for
+    an unknown name.
+    """
+    if dtype == "auto":
+        if device.split(":")[0] == "cpu":
+            return "float32"
+        own = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+        name = _DTYPE_NAMES.get(own.removeprefix("torch."), "bfloat16")
+        return "float16" if name == "float32" else name
+    name = _DTYPE_NAMES.get(dtype.removeprefix("torch."), "")
+    if not name:
+        raise ModelConfigError(
+            f"unknown dtype {dtype!r}; choose auto or one of {sorted(_DTYPE_NAMES)}"
+        )
+    return name
+
+
+def read_rope_config(raw: Mapping[str, Any]) -> RopeConfig:
+    """Rope parameters from either layout.
+
+    Older files have `rope_theta` at top level and an optional `rope_scaling` object (its kind
+    under `rope_type` or `type`); newer ones put everything in `rope_parameters`. Where both
+    exist the explicit `rope_scaling` wins (it is what override arguments set).
+    """
+    merged: dict[str, Any] = {}
+    for section in ("rope_parameters", "rope_scaling"):
+        values = dict(raw.get(section) or {})
+        kind = values.pop("type", None)
+        if kind is not None:
+            values.setdefault("rope_type", kind)
+        merged.update(values)
+    rope_type = str(merged.pop("rope_type", None) or "default")
+    theta = merged.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    partial = merged.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0
+    params = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in merged.items()
+        if not isinstance(value, Mapping)
+    }
+    return RopeConfig(
+        theta=float(theta),
+        rope_type=rope_type,
+        partial_rotary_factor=float(partial),
+        params=tuple(sorted(params.items())),
+    )
+
+
+def derive_context_len(max_position_embeddings: int, rope: RopeConfig) -> int:
+    """Number of positions that the weights support once rope scaling is counted.
+
+    linear and dynamic scaling multiply the stated length by `factor`. yarn multiplies the
+    *original* length, and a file that already states the extended length keeps it. llama3 (and
+    no scaling at all) leaves the stated length.
+    """
+    factor = float(rope.get("factor", 1.0))
+    if rope.rope_type in _ROPE_TYPES_WITHOUT_STRETCH or factor <= 1.0:
+        return max_position_embeddings
+    original = rope.get("original_max_position_embeddings")
+    if original is not None:
+        return max(max_position_embeddings, int(original * factor))
+    return int(max_position_embeddings * factor)
+
+
+def _choose_context_len(requested: int | None, supported: int) -> int:
+    if requested is None:
+        return supported
+    if requested <= 0:
+        raise ModelConfigError(f"context length must be positive, got {requested}")
+    if requested <= supported:
+        return requested
+    message = (
+        f"context length {requested} is greater than the {supported} that the model's "
+        "configuration supports"
+    )
+    if os.environ.get(ALLOW_LONGER_CONTEXT_ENV, "").strip().lower() not in ("1", "true", "yes"):
+        raise ModelConfigError(f"{message}; set {ALLOW_LONGER_CONTEXT_ENV}=1 to use it anyway")
+    logger.warning("%s; used because %s is set", message, ALLOW_LONGER_CONTEXT_ENV)
+    return requested
+
+
+def find_gguf_file(root: Path) -> Path | None:
+    """The GGUF file that `root` is or holds; None where there is none.
+
+    Raises ModelConfigError for a folder with several of them.
+    """
+    if root.is_file():
+        return root if root.suffix == ".gguf" else None
+    found = sorted(root.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ModelConfigError(f"{root} holds several GGUF files, name one of them: {names}")
+    return found[0] if found else None
+
+
+def _read_checkpoint_config(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json, generation_config.json) of a checkpoint; the second may be empty."""
+    config_file = root if root.suffix == ".json" else root / "config.json"
+    if not config_file.is_file():
+        gguf_file = find_gguf_file(root) if root.exists() else None
+        if gguf_file is not None:
+            header = GgufFile(gguf_file)
+            return header.hf_config(), header.generation_config()
+    config = _read_json(config_file)
+    generation_file = config_file.parent / "generation_config.json"
+    return config, _read_json(generation_file) if generation_file.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelConfigError(f"{path} must hold a JSON object")
+    return data
+
+
+def _parse_overrides(override_args: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if not override_args:
+        return {}
+    if isinstance(override_args, str):
+        try:
+            parsed = json.loads(override_args)
+        except ValueError as error:
+            raise ModelConfigError(f"model override arguments are not JSON: {error}") from error
+    else:
+        parsed = dict(override_args)
+    if not isinstance(parsed, dict):
+        raise ModelConfigError("model override arguments must be a JSON object")
+    return parsed
+
+
+def _need_int(raw: Mapping[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ModelConfigError(f"config.json: {key!r} must be a positive integer, got {value!r}")
+    return value
+
+
+def _token_ids(value: Any) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list) else frozenset({int(value)})
+
+
+def _first_id(value: Any) -> int | None:
+    if isinstance(value, list):
+        return value[0] if value else None
+    return value
+
+
+def _sliding_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Window of each layer. Families that carry a switch (`use_sliding_window`) obey it."""
+    window = raw.get("sliding_window")
+    if not window or raw.get("use_sliding_window") is False:
+        return (None,) * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        # Only Qwen-style files count layers from which the window starts.
+        first = int(raw.get("max_window_layers") or 0)
+        return tuple(int(window) if i >= first else None for i in range(num_layers))
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,235 @@
+"""`Engine`: a server without HTTP, inside the caller's process.
+
+Schedulers and the detokenizer are child processes as in a server; the tokenizer manager lives
+here, on the engine's own asyncio loop (`engine.loop`), which runs only while a call is waited
+for. Synchronous calls are serialised by a lock, so any thread may make them; inside a running
+loop (a notebook) they run the engine's loop on a helper thread. The `async_` calls run on the
+caller's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from sglang.srt.entrypoints.EngineBase import EngineBase
+from sglang.srt.entrypoints.launch import Launched, start_subprocesses
+from sglang.srt.entrypoints.server_info import get_model_info, get_server_info
+from sglang.srt.managers.io_struct import FlushCacheReqOutput, GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.server_args import ServerArgs
+
+T = TypeVar("T")
+
+
+class Engine(EngineBase):
+    """See the module docstring. Raises LaunchError when a child process does not start."""
+
+    def __init__(self, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        """Start from `server_args`, or from its fields as keywords (log level: error)."""
+        if server_args is None:
+            server_args = ServerArgs.from_kwargs(**{"log_level": "error", **kwargs})
+        elif kwargs:
+            raise ValueError("give either server_args or its fields as keywords, not both")
+        self.server_args = server_args
+        self.loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._launched: Launched = start_subprocesses(
+            server_args, exit_on_failure=False
+        ).wait_ready()
+        self.port_args = self._launched.port_args
+        self.scheduler_info = self._launched.scheduler_infos[0]
+        try:
+            self.tokenizer_manager = TokenizerManager(
+                server_args, self.port_args, self._launched.scheduler_infos
+            )
+        except BaseException:
+            self._launched.shutdown()
+            self.loop.close()
+            raise
+        self.tokenizer_manager.server_status = ServerStatus.Up
+        self._launched.watchdog.add_failure_callback(self._on_failure)
+
+    # -- generation -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        image_data: Any = None,
+        audio_data: Any = None,
+        video_data: Any = None,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        lora_path: str | list[str | None] | None = None,
+        custom_logit_processor: str | list[str | None] | None = None,
+        return_hidden_states: bool | list[bool | str] = False,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
+        stream: bool = False,
+        bootstrap_host: Any = None,
+        bootstrap_port: Any = None,
+        bootstrap_room: Any = None,
+        routed_dp_rank: int | None = None,
+        data_parallel_rank: int | None = None,
+        external_trace_header: dict[str, str] | None = None,
+        rid: str | list[str] | None = None,
+        session_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
+        """Generate for one prompt (a dict) or a batch (a list of dicts).
+
+        The parameters are the fields of `GenerateReqInput`; `stream` gives an iterator of
+        cumulative dicts instead. Raises RequestError on bad values.
+        """
+        request = _request(locals())
+        if stream:
+            return self._iterate(request)
+        return self._run(self._generate_once(request))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        image_data: Any = None,
+        audio_data: Any = None,
+        video_data: Any = None,
+        return_logprob: bool | list[bool] = False,
+        logprob_start_len: int | list[int] | None = None,
+        top_logprobs_num: int | list[int] | None = None,
+        token_ids_logprob: list[int] | list[list[int]] | None = None,
+        lora_path: str | list[str | None] | None = None,
+        custom_logit_processor: str | list[str | None] | None = None,
+        return_hidden_states: bool | list[bool | str] = False,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
+        stream: bool = False,
+        bootstrap_host: Any = None,
+        bootstrap_port: Any = None,
+        bootstrap_room: Any = None,
+        routed_dp_rank: int | None = None,
+        data_parallel_rank: int | None = None,
+        external_trace_header: dict[str, str] | None = None,
+        rid: str | list[str] | None = None,
+        session_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        priority: int | None = None,
+        session_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any] | list[dict[str, Any]] | AsyncIterator[dict[str, Any]]:
+        """As `generate`, on the caller's loop; `stream` gives an asynchronous generator."""
+        request = _request(locals())
+        if stream:
+            return self.tokenizer_manager.generate_request(request, None)
+        return await self._generate_once(request)
+
+    async def _generate_once(self, request: GenerateReqInput) -> Any:
+        return await anext(self.tokenizer_manager.generate_request(request, None))
+
+    def _iterate(self, request: GenerateReqInput) -> Iterator[dict[str, Any]]:
+        generator = self.tokenizer_manager.generate_request(request, None)
+        try:
+            while True:
+                try:
+                    yield self._run(_next(generator))
+                except StopAsyncIteration:
+                    return
+        finally:
+            # Aborts the request when the caller stops reading.
+            self._run(generator.aclose())
+
+    # -- control --------------------------------------------------------------------------------
+
+    def flush_cache(self) -> FlushCacheReqOutput:
+        """Forget all cached KV, if nothing is running; see `.success` of the answer."""
+        return self._run(self.tokenizer_manager.flush_cache())
+
+    def get_server_info(self) -> dict[str, Any]:
+        """As GET /server_info."""
+        return self._run(get_server_info(self.tokenizer_manager))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """As GET /model_info."""
+        return get_model_info(self.tokenizer_manager)
+
+    def start_profile(self, **options: Any) -> None:
+        """Start torch's profiler in the schedulers; options are fields of `ProfileReqInput`."""
+        self._run(self.tokenizer_manager.start_profile(**options))
+
+    def stop_profile(self) -> None:
+        """Stop the profiler and write its files."""
+        self._run(self.tokenizer_manager.stop_profile())
+
+    def freeze_gc(self) -> None:
+        """Take all present objects of the schedulers out of the garbage collector's sight."""
+        self._run(self.tokenizer_manager.control.freeze_gc())
+
+    def shutdown(self) -> None:
+        """End the child processes. The engine cannot be used afterwards. Harmless when repeated."""
+        if self.loop.is_closed():
+            return
+        self._launched.shutdown()
+        with self._lock:
+            self.tokenizer_manager.close()
+            # Lets cancelled tasks end, so that the interpreter does not complain about them.
+            self._drive(asyncio.sleep(0))
+            self.loop.close()
+
+    # -- mechanism ------------------------------------------------------------------------------
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run the engine's loop until `work` is done, from any thread, also inside a loop."""
+        if self.loop.is_closed():
+            work.close()
+            raise RuntimeError("the engine was shut down")
+        with self._lock:
+            return self._drive(work)
+
+    def _drive(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self.loop.run_until_complete(work)
+        return _run_on_thread(self.loop, work)
+
+    def _on_failure(self, reason: str) -> None:
+        """In the watchdog's thread: fail what waits now, or at the next call."""
+        self.loop.call_soon_threadsafe(self.tokenizer_manager.mark_dead, reason)
+
+
+async def _next(generator: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return await anext(generator)
+
+
+def _request(parameters: dict[str, Any]) -> GenerateReqInput:
+    """The message made of the parameters of `generate`."""
+    values = {name: value for name, value in parameters.items() if name not in ("self", "prompt")}
+    return GenerateReqInput(text=parameters["prompt"], **values)
+
+
+def _run_on_thread(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    """Run `loop` on another thread, because this one already runs a loop."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(loop.run_until_complete(work))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=body, name="engine-loop")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

@@ -1,0 +1,125 @@
+"""Endpoints that SGLang has and this release does not: a clear refusal in each family's shape.
+
+One table; a feature that arrives takes its row out and brings its own routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from sglang.srt.entrypoints.http_errors import json_response, weight_error
+
+_GET_POST = ("GET", "POST")
+_POST = ("POST",)
+_POST_PUT = ("POST", "PUT")
+
+WEIGHT_ENDPOINTS: dict[str, tuple[str, ...]] = {
+    "/init_weights_update_group": _POST,
+    "/destroy_weights_update_group": _POST,
+    "/begin_weight_update": _POST,
+    "/end_weight_update": _POST,
+    "/update_weights_from_distributed": _POST,
+    "/update_weights_from_tensor": _POST,
+    "/update_weights_from_disk": _POST,
+    "/update_weights_from_ipc": _POST,
+    "/weights_checker": _GET_POST,
+    "/post_process_weights": _POST,
+}
+NATIVE_CONTROL_ENDPOINTS: dict[str, tuple[str, ...]] = {
+    "/get_weights_by_name": _GET_POST,
+    "/release_memory_occupation": _GET_POST,
+    "/resume_memory_occupation": _GET_POST,
+    "/hicache/storage-backend/clear": _POST,
+    "/clear_hicache_storage_backend": _GET_POST,
+    "/hicache/storage-backend": ("GET", "PUT", "DELETE"),
+}
+LORA_ENDPOINTS: dict[str, tuple[str, ...]] = {
+    "/load_lora_adapter": _POST,
+    "/load_lora_adapter_from_tensors": _POST,
+    "/unload_lora_adapter": _POST,
+}
+NATIVE_ENDPOINTS: dict[str, tuple[str, ...]] = {
+    "/encode": _POST_PUT,
+    "/classify": _POST_PUT,
+    "/open_session": _POST,
+    "/close_session": _POST,
+    "/parse_function_call": _POST,
+    "/separate_reasoning": _POST,
+}
+OPENAI_ENDPOINTS: dict[str, tuple[str, ...]] = {
+    "/v1/embeddings": _POST,
+    "/v1/score": _POST,
+    "/v1/rerank": _POST,
+    "/v1/classify": _POST,
+    "/v1/messages": _POST,
+    "/v1/messages/count_tokens": _POST,
+}
+RESPONSES_ENDPOINTS: dict[str, tuple[str, ...]] = {"/v1/responses": _POST}
+
+control_router = APIRouter()
+router = APIRouter()
+
+
+def _message(path: str) -> str:
+    return f"{path} is not supported by this server."
+
+
+def _weight(path: str) -> Response:
+    return weight_error(_message(path))
+
+
+def _native(path: str) -> Response:
+    return json_response({"error": {"message": _message(path)}}, 400)
+
+
+def _lora(path: str) -> Response:
+    content = {"success": False, "error_message": _message(path), "loaded_adapters": {}}
+    return json_response(content, 400)
+
+
+def _openai(path: str) -> Response:
+    content = {
+        "object": "error",
+        "message": _message(path),
+        "type": "BadRequestError",
+        "param": None,
+        "code": 400,
+    }
+    return json_response(content, 400)
+
+
+def _responses(path: str) -> Response:
+    error = {"message": _message(path), "type": "BadRequestError", "param": None, "code": 400}
+    return json_response({"error": error}, 400)
+
+
+def _refusing(path: str, render: Callable[[str], Response]) -> Callable[[], Awaitable[Response]]:
+    async def refuse() -> Response:
+        return render(path)
+
+    return refuse
+
+
+def _add(
+    target: APIRouter,
+    endpoints: dict[str, Iterable[str]],
+    render: Callable[[str], Response],
+) -> None:
+    for path, methods in endpoints.items():
+        target.add_api_route(
+            path, _refusing(path, render), methods=list(methods), include_in_schema=False
+        )
+
+
+for _target, _endpoints, _render in (
+    (control_router, WEIGHT_ENDPOINTS, _weight),
+    (control_router, NATIVE_CONTROL_ENDPOINTS, _native),
+    (control_router, LORA_ENDPOINTS, _lora),
+    (router, NATIVE_ENDPOINTS, _native),
+    (router, OPENAI_ENDPOINTS, _openai),
+    (router, RESPONSES_ENDPOINTS, _responses),
+):
+    _add(_target, dict(_endpoints), _render)

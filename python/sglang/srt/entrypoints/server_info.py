@@ -1,0 +1,85 @@
+"""The `/model_info` and `/server_info` answers, shared by the HTTP routes and the `Engine`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from typing import Any
+
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.common import parse_json_object
+from sglang.version import __version__
+
+# Fields that hold secrets: shown as set or not set, never in clear.
+_SECRET_FIELDS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+_SECRET_FLAGS = tuple("--" + name.replace("_", "-") for name in _SECRET_FIELDS)
+_HIDDEN = "***"
+
+
+def get_model_info(manager: TokenizerManager) -> dict[str, Any]:
+    """What the server serves. Needs no scheduler."""
+    args = manager.server_args
+    preferred = args.preferred_sampling_params
+    resolved = manager.scheduler_infos[0].resolved_args
+    return {
+        "model_path": manager.model_path,
+        "served_model_name": manager.served_model_name,
+        "tokenizer_path": args.tokenizer_path,
+        "is_generation": not args.is_embedding,
+        "preferred_sampling_params": (
+            None if preferred is None else parse_json_object(preferred, "preferred_sampling_params")
+        ),
+        "weight_version": manager.weight_version,
+        "load_format": args.load_format,
+        "reasoning_parser": args.reasoning_parser,
+        "tool_call_parser": args.tool_call_parser,
+        "disaggregation_mode": args.disaggregation_mode,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": resolved.get("model_type", ""),
+        "architectures": resolved.get("architectures", []),
+    }
+
+
+async def get_server_info(manager: TokenizerManager) -> dict[str, Any]:
+    """All settings, the schedulers' facts, and one `internal_states` entry per replica."""
+    info = manager.scheduler_infos[0]
+    states = await manager.control.get_internal_state()
+    return {
+        **_public_args(manager),
+        **info.resolved_args,
+        "status": "ready",
+        "max_total_num_tokens": info.max_total_num_tokens,
+        "max_req_input_len": info.max_req_input_len,
+        "startup_time": info.load_time_s,
+        "launch_command": _launch_command(),
+        "kv_events": None,
+        "version": __version__,
+        "frontend": "python",
+        "internal_states": [_hide(state) for state in states],
+    }
+
+
+def _public_args(manager: TokenizerManager) -> dict[str, Any]:
+    return _hide(dataclasses.asdict(manager.server_args))
+
+
+def _hide(values: dict[str, Any]) -> dict[str, Any]:
+    hidden = {name: _HIDDEN for name in _SECRET_FIELDS if values.get(name) is not None}
+    return {**values, **hidden}
+
+
+def _launch_command() -> str:
+    """The command line of this process without the keys on it."""
+    words: list[str] = []
+    hide_next = False
+    for word in sys.orig_argv:
+        flag, equals, _ = word.partition("=")
+        if hide_next:
+            word, hide_next = _HIDDEN, False
+        elif flag in _SECRET_FLAGS:
+            hide_next = not equals
+            word = f"{flag}={_HIDDEN}" if equals else word
+        words.append(word)
+    return shlex.join(words)

@@ -1,0 +1,189 @@
+"""Every `SGLANG_*` environment variable, once: name, type, default, meaning.
+
+`envs.NAME.get()` reads the process environment at the time of the call; a value that does not
+parse raises `EnvValueError`, it is never replaced by the default. `.set()` writes the
+environment (children inherit it), `.override()` does so for the length of a `with` block.
+Variables of other programs (`OMP_NUM_THREADS`, `PROMETHEUS_MULTIPROC_DIR`) are not listed here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_TRUE = frozenset({"1", "true", "yes", "on", "y"})
+_FALSE = frozenset({"0", "false", "no", "off", "n", ""})
+
+
+class EnvValueError(ValueError):
+    """An environment variable holds text that its type does not allow."""
+
+
+def parse_bool(text: str) -> bool:
+    """Read a switch: 1/true/yes/on or 0/false/no/off, any case; anything else raises."""
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError("expected one of 1, true, yes, on, 0, false, no, off")
+
+
+class EnvVar(Generic[T]):
+    """One variable. The name is filled in by the class that holds it."""
+
+    def __init__(self, parse: Callable[[str], T], default: T, doc: str) -> None:
+        self._parse = parse
+        self.default = default
+        self.__doc__ = doc
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def get(self) -> T:
+        """Return the parsed value, or the default when unset. Raises EnvValueError."""
+        raw = os.environ.get(self.name)
+        if raw is None:
+            return self.default
+        try:
+            return self._parse(raw)
+        except ValueError as error:
+            raise EnvValueError(f"{self.name}={raw!r} is not valid: {error}") from error
+
+    def is_set(self) -> bool:
+        """Whether the environment has the variable, whatever its value."""
+        return self.name in os.environ
+
+    def set(self, value: T) -> None:
+        """Write the value to this process's environment; None removes the variable."""
+        if value is None:
+            self.clear()
+        elif isinstance(value, bool):
+            os.environ[self.name] = "1" if value else "0"
+        else:
+            os.environ[self.name] = str(value)
+
+    def clear(self) -> None:
+        """Remove the variable, so that the default applies."""
+        os.environ.pop(self.name, None)
+
+    @contextmanager
+    def override(self, value: T) -> Iterator[None]:
+        """Set the value inside a `with` block and put the former state back."""
+        before = os.environ.get(self.name)
+        self.set(value)
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(self.name, None)
+            else:
+                os.environ[self.name] = before
+
+
+def _switch(default: bool, doc: str) -> EnvVar[bool]:
+    return EnvVar(parse_bool, default, doc)
+
+
+def _int(default: int, doc: str) -> EnvVar[int]:
+    return EnvVar(int, default, doc)
+
+
+def _float(default: float, doc: str) -> EnvVar[float]:
+    return EnvVar(float, default, doc)
+
+
+def _opt_float(doc: str) -> EnvVar[float | None]:
+    return EnvVar(float, None, doc)
+
+
+def _opt_str(doc: str) -> EnvVar[str | None]:
+    return EnvVar(str, None, doc)
+
+
+class Envs:
+    """The table. Read through the instance `envs`."""
+
+    # Configuration
+    SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN = _switch(
+        False, "Accept a --context-length greater than the model's own."
+    )
+    SGLANG_ENABLE_DETERMINISTIC_INFERENCE = _switch(
+        False, "Same effect as --enable-deterministic-inference."
+    )
+    SGLANG_ENABLE_OVERLAP_ON_CPU = _switch(
+        False, "Use the overlapped scheduler loop on CPU too (tests; no gain there)."
+    )
+    SGLANG_MEMORY_SAVER_CUDA_GRAPH = _switch(
+        False, "The memory saver also covers graph memory (tag cuda_graph)."
+    )
+
+    # Front
+    SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION = _switch(
+        True, "/health generates a token; false: it only looks at the server status."
+    )
+    SGLANG_HEALTH_CHECK_TIMEOUT = _float(
+        20.0, "Seconds without any message from the engine after which /health is 503."
+    )
+    SGLANG_MAX_N = _int(1024, "Greatest accepted `n` of one request.")
+    SGLANG_MAX_TOP_LOGPROBS = _int(
+        2048, "Greatest accepted `top_logprobs_num`; the vocabulary's size if that is less."
+    )
+    SGLANG_MAX_BATCH_SIZE = _int(65536, "Greatest accepted number of prompts in one request.")
+    SGLANG_CONTROL_TIMEOUT = _float(
+        600.0, "Seconds that the front waits for a scheduler's reply to a control request."
+    )
+    SGLANG_REQ_WAITING_TIMEOUT = _float(
+        -1.0, "Seconds in the waiting queue after which a request is aborted with 503; < 0: off."
+    )
+    SGLANG_REQ_RUNNING_TIMEOUT = _float(
+        -1.0, "Seconds since its first step after which a request is aborted with 503; < 0: off."
+    )
+    SGLANG_ENGINE_PAUSE_TIMEOUT = _float(
+        -1.0, "Seconds after which a paused engine continues on its own; < 0: never."
+    )
+
+    # Processes
+    SGLANG_STARTUP_TIMEOUT = _float(
+        1800.0, "Seconds within which every child process must report that it is ready."
+    )
+    SGLANG_SHUTDOWN_TIMEOUT = _float(
+        5.0, "Seconds that children get to leave on their own before they are killed."
+    )
+    SGLANG_BLOCK_NONZERO_RANK_CHILDREN = _switch(
+        True, "On nodes with rank > 0 the launcher stays until its scheduler processes end."
+    )
+    SGLANG_WAIT_PORT_TIMEOUT = _float(
+        10.0, "Seconds to wait for a busy HTTP port to become free at start."
+    )
+
+    # Speculative decoding
+    SGLANG_SIMULATE_ACC_LEN = _float(
+        -1.0, "Accept this many tokens a step whatever the target says (benchmarks); <= 0: off."
+    )
+
+    # Storage tier
+    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = _opt_str(
+        "Directory of the file storage backend; wins over the extra config."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE = _opt_float(
+        "Greatest size in GB of the file storage backend's directory."
+    )
+
+    # Tests
+    SGLANG_IS_IN_CI = _switch(False, "Running in continuous integration.")
+    SGLANG_TEST_MAX_RETRY = EnvVar[int | None](
+        int, None, "How often a failing test method is run again."
+    )
+
+    def all(self) -> list[EnvVar]:
+        """Every variable of the table, in the order of declaration."""
+        return [value for value in vars(type(self)).values() if isinstance(value, EnvVar)]
+
+
+envs = Envs()

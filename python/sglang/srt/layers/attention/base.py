@@ -1,0 +1,68 @@
+"""What an attention backend must supply."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerFacts:
+    """What a backend may want to know when it is created. Head counts are this rank's."""
+
+    device: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_context_len: int
+    max_running_requests: int
+
+
+@runtime_checkable
+class TreeMaskInput(Protocol):
+    """A `spec_info` that limits what draft tokens may see.
+
+    `custom_mask`: bool, flat; for each request in batch order the rows of its new tokens, each
+    row over all seq_len positions (prefix and new tokens), True = visible. None means causal.
+    """
+
+    custom_mask: torch.Tensor | None
+
+
+class AttentionBackend(ABC):
+    """Attention over the paged pool, for one model runner. Used on the scheduler thread only.
+
+    Guaranteed by the caller: `init_forward_metadata` runs once per batch before the first layer;
+    tokens of a request are contiguous; `seq_lens` counts the new tokens; slots of all positions
+    below seq_len are in `req_to_token_pool.req_to_token[row, :seq_len]`, those of new tokens
+    included.
+    """
+
+    @abstractmethod
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Compute what all layers share and set `forward_batch.attn_metadata`."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Write k and v (unless `save_kv_cache` is false), then attend.
+
+        q [n, H * D] or [n, H, D]; k and v [n, H_kv, D]. Without `save_kv_cache` the pool holds the
+        new tokens' keys and values already, and k and v may be None.
+        Returns [n, H * D] in q's dtype.
+        """

@@ -1,0 +1,212 @@
+"""The reference attention backend: PyTorch's scaled dot product attention, on any device.
+
+Slots and masks are looked up once per batch, in `init_forward_metadata`; a layer then gathers the
+keys and values that its queries need. A request without cached prefix attends to its own fresh
+keys and gathers nothing. Tree masks (speculative verification) and sliding windows are masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts, TreeMaskInput
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(slots=True)
+class _RequestRange:
+    """One request of an extend batch: tokens [start, start + query_len) of the batch."""
+
+    start: int
+    query_len: int
+    seq_len: int
+    slots: torch.Tensor | None  # int64 [seq_len]; None where there is no prefix
+    tree_mask: torch.Tensor | None  # bool [query_len, seq_len]
+    # Made at the first layer that needs it, reused by the others: window -> mask.
+    masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _ExtendMetadata:
+    requests: list[_RequestRange]
+
+
+@dataclass(slots=True)
+class _DecodeMetadata:
+    slots: torch.Tensor  # int64 [batch, longest]; padding points at slot 0
+    seq_lens: torch.Tensor  # int64 [batch]
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # [batch, 1, 1, longest]
+
+
+class TorchNativeBackend(AttentionBackend):
+    """See the module docstring."""
+
+    def __init__(self, facts: RunnerFacts) -> None:
+        self._device = torch.device(facts.device)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_idle():
+            forward_batch.attn_metadata = _ExtendMetadata(requests=[])
+        elif forward_batch.forward_mode.is_decode():
+            forward_batch.attn_metadata = _decode_metadata(forward_batch)
+        else:
+            forward_batch.attn_metadata = _extend_metadata(forward_batch)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        pool = forward_batch.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        queries = q.reshape(-1, layer.num_heads, layer.head_dim)
+        key_buffer, value_buffer = pool.get_kv_buffer(layer.layer_id)
+        metadata = forward_batch.attn_metadata
+        if isinstance(metadata, _DecodeMetadata):
+            out = _decode(queries, key_buffer, value_buffer, layer, metadata)
+        else:
+            out = _extend(queries, k, v, key_buffer, value_buffer, layer, metadata)
+        return out.reshape(q.shape[0], layer.num_heads * layer.head_dim)
+
+
+def _decode_metadata(forward_batch: ForwardBatch) -> _DecodeMetadata:
+    longest = max(forward_batch.seq_lens_cpu)
+    table = forward_batch.req_to_token_pool.req_to_token
+    slots = table[forward_batch.req_pool_indices, :longest].long()
+    positions = torch.arange(longest, device=slots.device)
+    # Entries behind a request's end are left over from earlier users of the row: point them at
+    # the dummy slot, whose content the mask hides.
+    slots.masked_fill_(positions >= forward_batch.seq_lens.unsqueeze(1), 0)
+    return _DecodeMetadata(slots=slots, seq_lens=forward_batch.seq_lens)
+
+
+def _extend_metadata(forward_batch: ForwardBatch) -> _ExtendMetadata:
+    query_lens, prefix_lens = (
+        forward_batch.extend_seq_lens_cpu,
+        forward_batch.extend_prefix_lens_cpu,
+    )
+    if query_lens is None or prefix_lens is None:
+        raise ValueError("an extend batch needs extend_seq_lens_cpu and extend_prefix_lens_cpu")
+    tree_mask = tree_mask_of(forward_batch)
+    requests = []
+    start = mask_start = 0
+    for index, (query_len, prefix_len) in enumerate(zip(query_lens, prefix_lens, strict=True)):
+        seq_len = prefix_len + query_len
+        slots = own_mask = None
+        if prefix_len > 0:
+            row = forward_batch.req_pool_indices[index]
+            slots = forward_batch.req_to_token_pool.req_to_token[row, :seq_len].long()
+        if tree_mask is not None:
+            mask_end = mask_start + query_len * seq_len
+            own_mask = tree_mask[mask_start:mask_end].view(query_len, seq_len)
+            mask_start = mask_end
+        requests.append(_RequestRange(start, query_len, seq_len, slots, own_mask))
+        start += query_len
+    return _ExtendMetadata(requests=requests)
+
+
+def tree_mask_of(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    """The draft tree's mask of a verify batch; None where attention is causal."""
+    if not forward_batch.forward_mode.is_target_verify():
+        return None
+    spec_info = forward_batch.spec_info
+    return spec_info.custom_mask if isinstance(spec_info, TreeMaskInput) else None
+
+
+def _extend(
+    queries: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    layer: RadixAttention,
+    metadata: _ExtendMetadata,
+) -> torch.Tensor:
+    out = torch.empty_like(queries)
+    for request in metadata.requests:
+        rows = slice(request.start, request.start + request.query_len)
+        if request.slots is None and k is not None and v is not None:
+            keys, values = k[rows], v[rows]
+        elif request.slots is not None:
+            keys, values = key_buffer[request.slots], value_buffer[request.slots]
+        else:
+            raise ValueError("a request without slots needs its keys and values")
+        mask = _extend_mask(request, layer.sliding_window, queries.device)
+        out[rows] = _attend(queries[rows], keys, values, layer.scaling, mask)
+    return out
+
+
+def _extend_mask(
+    request: _RequestRange, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """bool [query_len, seq_len], True = visible; None = plain causal over equal lengths."""
+    if window in request.masks:
+        return request.masks[window]
+    prefix_len = request.seq_len - request.query_len
+    mask: torch.Tensor | None = None
+    if prefix_len > 0 or window is not None or request.tree_mask is not None:
+        query_pos = torch.arange(prefix_len, request.seq_len, device=device).unsqueeze(1)
+        key_pos = torch.arange(request.seq_len, device=device)
+        mask = request.tree_mask if request.tree_mask is not None else key_pos <= query_pos
+        if window is not None:
+            mask = mask & (query_pos - key_pos < window)
+    request.masks[window] = mask
+    return mask
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """queries [query_len, H, D], keys and values [seq_len, H_kv, D] -> [query_len, H, D]."""
+    out = scaled_dot_product_attention(
+        queries.transpose(0, 1).unsqueeze(0),
+        keys.to(queries.dtype).transpose(0, 1).unsqueeze(0),
+        values.to(queries.dtype).transpose(0, 1).unsqueeze(0),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _decode(
+    queries: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    layer: RadixAttention,
+    metadata: _DecodeMetadata,
+) -> torch.Tensor:
+    """queries [batch, H, D] -> [batch, H, D]."""
+    window = layer.sliding_window
+    if window not in metadata.masks:
+        positions = torch.arange(metadata.slots.shape[1], device=queries.device)
+        lengths = metadata.seq_lens.unsqueeze(1)
+        visible = positions <= lengths
+        if window is not None:
+            visible &= positions >= lengths - window
+        metadata.masks[window] = visible[:, None, None, :]
+    keys = key_buffer[metadata.slots].to(queries.dtype)  # [batch, longest, H_kv, D]
+    values = value_buffer[metadata.slots].to(queries.dtype)
+    out = scaled_dot_product_attention(
+        queries.unsqueeze(2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=metadata.masks[window],
+        scale=layer.scaling,
+        enable_gqa=layer.num_heads != layer.num_kv_heads,
+    )
+    return out.squeeze(2)

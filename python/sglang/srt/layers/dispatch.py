@@ -1,0 +1,158 @@
+"""Elementary operations, one set of callables per (device, dtype), chosen when a layer is created.
+
+Every operation has one signature and one meaning whichever set it comes from, so layers hold no
+condition of their own. Inputs named as consumed must not be used afterwards: a set may write into
+them and return them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from sglang.srt.layers.cpu import ops as cpu_ops
+
+
+class Ops(Protocol):
+    """What layers call."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [n, in], weight [out, in], bias [out] -> [n, out]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension, [n, d] or [n, heads, d]; a new tensor."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual), [n, d]; consumes `residual`."""
+        ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, 2 * d] -> silu(first half) * second half, [n, d]."""
+        ...
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, 2 * d] -> gelu(first half, tanh form) * second half, [n, d]."""
+        ...
+
+    def apply_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate the heads of q and k [n, heads * head_dim]; consumes both.
+
+        cos_sin is float32 [positions, rotary_dim]: cosines, then sines; features of a head from
+        rotary_dim on stay. Pairs are (i, i + rotary_dim / 2).
+        """
+        ...
+
+
+class TorchOps:
+    """Plain PyTorch, any device and dtype. The reference for every other set."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        # The mean of squares is taken in float32 whatever the dtype, and the result is rounded
+        # before the weight is applied, as the checkpoints were trained.
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
+
+    def apply_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [n, 1, rotary_dim / 2]
+        return _rotate(q, cos, sin, head_dim), _rotate(k, cos, sin, head_dim)
+
+
+class CpuFloat32Ops:
+    """Float32 on the CPU, through `layers.cpu.ops` (own kernels where they could be built)."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return cpu_ops.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return cpu_ops.rmsnorm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return cpu_ops.rmsnorm(x, weight, eps, residual), residual
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.silu_and_mul(x)
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.gelu_tanh_and_mul(x)
+
+    def apply_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cpu_ops.rotary(positions, q, k, cos_sin, head_dim)
+        return q, k
+
+
+_TORCH_OPS = TorchOps()
+_CPU_FLOAT32_OPS = CpuFloat32Ops()
+
+
+def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The operations for parameters on `device` in `dtype`. Call it when a layer is created."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return _CPU_FLOAT32_OPS
+    return _TORCH_OPS
+
+
+def default_ops() -> Ops:
+    """The operations for a layer that is being created on the default device and dtype."""
+    return select_ops(torch.get_default_device(), torch.get_default_dtype())
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> torch.Tensor:
+    half = cos.shape[-1]
+    heads = x.unflatten(-1, (-1, head_dim))
+    first, second, rest = heads.split([half, half, head_dim - 2 * half], dim=-1)
+    a, b = first.float(), second.float()
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1).flatten(-2)

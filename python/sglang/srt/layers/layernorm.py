@@ -1,0 +1,42 @@
+"""RMS normalisation, with the residual addition that precedes it in pre-norm transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sglang.srt.layers.dispatch import default_ops
+from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot, new_parameter
+
+
+class RMSNorm(WeightOwner):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = new_parameter(size)
+        self.eps = eps
+        self._ops = default_ops()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, size] or [n, heads, size]; a new tensor of that shape."""
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); residual None counts as zero.
+
+        Consumes `residual` (it may be written to and returned).
+        """
+        if residual is None:
+            return self.forward(x), x
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weight_slots(self, name: str) -> Mapping[str, WeightSlot]:
+        return {
+            f"{name}.weight": WeightSlot(
+                target=self.weight.data, full_shape=tuple(self.weight.shape)
+            )
+        }

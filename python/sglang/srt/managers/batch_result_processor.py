@@ -1,0 +1,266 @@
+"""From the result of a step to the state of its requests.
+
+Appends tokens, judges ends, gathers logprobs, hands KV to the prefix cache and releases what a
+finished request held. The same code for prefill and decode, for one token a step and for several:
+a step yields a list of accepted tokens per request. Does not decide what runs next.
+Scheduler thread only; every rank does the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.finish_check import (
+    DecodeTail,
+    FinishAbort,
+    StepVerdicts,
+    check_finish,
+)
+from sglang.srt.managers.output_streamer import OutputStreamer
+from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
+from sglang.srt.managers.tp_worker import GenerationBatchResult, ResolvedTokens
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+TopLogprobs = tuple[list[float], list[int]] | None
+
+
+class BatchResultProcessor:
+    """Applies step results to requests."""
+
+    def __init__(
+        self,
+        *,
+        tree_cache: BasePrefixCache,
+        req_to_token_pool: ReqToTokenPool,
+        streamer: OutputStreamer,
+        decode_tail: DecodeTail | None,
+    ) -> None:
+        self.tree_cache = tree_cache
+        self.req_to_token_pool = req_to_token_pool
+        self.streamer = streamer
+        self.decode_tail = decode_tail
+        self.num_generated_tokens = 0
+
+    def process(self, batch: ScheduleBatch, result: GenerationBatchResult, now: float) -> None:
+        """Apply one step. Waits for the step's copies to the host."""
+        tokens = result.resolve()
+        is_prefill = batch.forward_mode is ForwardMode.EXTEND
+        logprobs = _OutputLogprobs(batch, result.logits_output)
+        for index, (req, new_ids) in enumerate(zip(batch.reqs, _per_request(batch, tokens))):
+            if req.finished:
+                # Ended (aborted, or by the step before) while this step was on the device.
+                continue
+            if is_prefill:
+                self._collect_input_logprobs(req, index, result.logits_output)
+                if req.return_hidden_states:
+                    self._collect_hidden(req, batch, index, result.logits_output)
+                if batch.chunked[index]:
+                    continue
+                self._end_of_prefill(req, now)
+            elif req.return_hidden_states:
+                self._collect_hidden(req, batch, index, result.logits_output)
+            req.num_pending_tokens -= 1
+            nan = 0 if tokens.nan_rows is not None and tokens.nan_rows[index] else None
+            num_kept = self._append(req, new_ids, nan)
+            if num_kept and req.logprobs is not None:
+                logprobs.add_to(req, index, num_kept)
+            req.kv_committed_len = req.seq_len - (1 if req.output_ids else 0)
+            if req.finished:
+                self.release_finished(req)
+                continue
+            if is_prefill:
+                self.tree_cache.cache_unfinished_req(req)
+            self.streamer.add(req)
+
+    # -- tokens ---------------------------------------------------------------------------------
+
+    def _append(self, req: Req, new_ids: list[int], nan: int | None) -> int:
+        """Append accepted tokens up to the request's end; returns how many stay."""
+        req.output_ids.extend(new_ids)
+        if not self._needs_check(req, new_ids, nan):
+            self.num_generated_tokens += len(new_ids)
+            return len(new_ids)
+        result = check_finish(
+            req, len(new_ids), self.decode_tail, self._verdicts(req, new_ids, nan)
+        )
+        dropped = len(new_ids) - result.num_kept
+        if dropped:
+            del req.output_ids[-dropped:]
+        self.num_generated_tokens += result.num_kept
+        req.finish_reason = result.reason
+        return result.num_kept
+
+    @staticmethod
+    def _needs_check(req: Req, new_ids: list[int], nan: int | None) -> bool:
+        """Cheap test that is true whenever `check_finish` could end the request."""
+        return (
+            req.always_check_finish
+            or len(req.output_ids) >= req.max_new_tokens
+            or nan is not None
+            or not req.end_token_ids.isdisjoint(new_ids)
+        )
+
+    @staticmethod
+    def _verdicts(req: Req, new_ids: list[int], nan: int | None) -> StepVerdicts:
+        """Advance the grammar over the new tokens and say where it ended."""
+        grammar = req.grammar
+        if grammar is None or nan is not None:
+            return StepVerdicts(nan=nan)
+        for index, token_id in enumerate(new_ids):
+            accepted = grammar.accept_token(token_id)
+            if not accepted or grammar.error is not None:
+                text = grammar.error or f"token {token_id} does not fit the grammar"
+                return StepVerdicts(abort=FinishAbort(text, 400, "BadRequestError"))
+            if grammar.is_terminated():
+                return StepVerdicts(grammar_end=index)
+        return StepVerdicts()
+
+    def _end_of_prefill(self, req: Req, now: float) -> None:
+        if req.logprobs is not None and not req.logprobs.input_done:
+            self._finish_input_logprobs(req)
+        if not req.prefill_finished_time:
+            req.prefill_finished_time = now
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def release_finished(self, req: Req) -> None:
+        """Release a request whose `finish_reason` is set, and tell its client."""
+        # A probe of the server's health must not leave traces in the cache.
+        self.release_memory(req, insert=not req.is_health_check)
+        req.set_status(ReqStatus.FINISHED)
+        self.streamer.add(req)
+
+    def release_memory(self, req: Req, *, insert: bool) -> None:
+        """Hand a request's KV to the prefix cache (`insert`) or free it; free its row."""
+        row = req.req_pool_idx
+        if row is None:
+            return
+        self.tree_cache.cache_finished_req(req, is_insert=insert)
+        self.req_to_token_pool.free(row)
+        req.req_pool_idx = None
+        req.num_pending_tokens = 0
+
+    # -- logprobs and hidden states -------------------------------------------------------------
+
+    @staticmethod
+    def _collect_input_logprobs(req: Req, index: int, logits: LogitsProcessorOutput) -> None:
+        """Append this chunk's prompt logprobs."""
+        state = req.logprobs
+        if state is None or logits.input_token_logprobs is None:
+            return
+        values = logits.input_token_logprobs[index]
+        if values is None:
+            return
+        state.input_val.extend(values.tolist())
+        num_rows = len(values)
+        state.input_top.extend(
+            _rows(logits.input_top_logprobs_val, logits.input_top_logprobs_idx, index, num_rows)
+        )
+        ids_val, ids = logits.input_token_ids_logprobs_val, logits.input_token_ids_logprobs_idx
+        state.input_token_ids.extend(_rows(ids_val, ids, index, num_rows))
+
+    @staticmethod
+    def _finish_input_logprobs(req: Req) -> None:
+        """Put the gathered prompt logprobs, from `logprob_start_len` on, into the next message.
+
+        The entry at the start position has no value: nothing before it was looked at.
+        """
+        state = req.logprobs
+        if state is None:
+            return
+        start, delta = req.logprob_start_len, state.pending
+        state.input_done = True
+        delta.input_idx = array("i", req.origin_input_ids[start:] if start >= 0 else [])
+        has_any = len(delta.input_idx) > 0
+        delta.input_val = [None, *state.input_val] if has_any else []
+        if req.top_logprobs_num > 0:
+            delta.input_top = [None, *state.input_top] if has_any else []
+        if req.token_ids_logprob:
+            delta.input_token_ids = [None, *state.input_token_ids] if has_any else []
+        state.input_val, state.input_top, state.input_token_ids = [], [], []
+
+    @staticmethod
+    def _collect_hidden(
+        req: Req, batch: ScheduleBatch, index: int, logits: LogitsProcessorOutput
+    ) -> None:
+        """Final hidden states: of all new prompt tokens in prefill, of the new token in decode."""
+        if logits.hidden_states is None:
+            return
+        if batch.forward_mode is ForwardMode.EXTEND:
+            start = sum(batch.extend_lens[:index])
+            rows = logits.hidden_states[start : start + batch.extend_lens[index]]
+            req.hidden_states.extend(rows.float().tolist())
+        else:
+            req.hidden_states.append(logits.hidden_states[index].float().tolist())
+
+
+class _OutputLogprobs:
+    """Output logprobs of one step, read from the device at most once and only when asked for."""
+
+    def __init__(self, batch: ScheduleBatch, logits: LogitsProcessorOutput) -> None:
+        self._logits = logits
+        self._values: list[float] | None = None
+
+    def add_to(self, req: Req, index: int, num_kept: int) -> None:
+        """Add the entries of the tokens that `req` has just kept."""
+        state, logits = req.logprobs, self._logits
+        if state is None or logits.next_token_logprobs is None:
+            return
+        if self._values is None:
+            self._values = logits.next_token_logprobs.tolist()
+        delta = state.pending
+        delta.output_val.append(self._values[index])
+        delta.output_idx.extend(req.output_ids[-num_kept:])
+        if req.top_logprobs_num > 0:
+            delta.output_top = (delta.output_top or []) + [
+                _pair(logits.next_token_top_logprobs_val, logits.next_token_top_logprobs_idx, index)
+            ]
+        if req.token_ids_logprob:
+            delta.output_token_ids = (delta.output_token_ids or []) + [
+                _pair(
+                    logits.next_token_token_ids_logprobs_val,
+                    logits.next_token_token_ids_logprobs_idx,
+                    index,
+                )
+            ]
+
+
+def _per_request(batch: ScheduleBatch, tokens: ResolvedTokens) -> Iterator[list[int]]:
+    """Accepted tokens of each request, in batch order."""
+    if tokens.accept_lens is None:
+        for req, token_id in zip(batch.reqs, tokens.next_token_ids):
+            yield [token_id] if req.max_new_tokens > 0 else []
+        return
+    start = 0
+    for num_accepted in tokens.accept_lens:
+        yield tokens.next_token_ids[start : start + num_accepted]
+        start += num_accepted
+
+
+def _rows(
+    values: list[torch.Tensor | None] | None,
+    ids: list[Any] | None,
+    index: int,
+    num_rows: int,
+) -> list[TopLogprobs]:
+    """(values, token ids) per prompt position of request `index`; None where not asked for."""
+    of_request = None if values is None else values[index]
+    if of_request is None or ids is None:
+        return [None] * num_rows
+    row_ids = ids[index]
+    if isinstance(row_ids, torch.Tensor):
+        return list(zip(of_request.tolist(), row_ids.tolist()))
+    return [(row, list(row_ids)) for row in of_request.tolist()]
+
+
+def _pair(values: list[Any] | None, ids: list[Any] | None, index: int) -> TopLogprobs:
+    if values is None or ids is None:
+        return None
+    return list(values[index]), list(ids[index])

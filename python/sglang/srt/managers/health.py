@@ -1,0 +1,88 @@
+"""Whether the engine is alive: the judgement behind `/health` and `/health_generate`.
+
+One probe at a time, shared by all callers: a one-token request while the engine generates, a ping
+while it is paused. Any message of the engine counts as a sign of life. A long step must not look
+like death, so a caller that would wait longer than `_ANSWER_WITHIN_S` is told "alive" as long as
+the last sign is younger than `SGLANG_HEALTH_CHECK_TIMEOUT`. Probes that nobody waits for any more
+are withdrawn, so none pile up in the engine. Event loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
+from sglang.srt.managers.request_errors import RequestError
+from sglang.srt.managers.tokenizer_manager import (
+    HEALTH_CHECK_RID_PREFIX,
+    ServerStatus,
+    TokenizerManager,
+)
+
+logger = logging.getLogger(__name__)
+
+# Clients commonly give a health check five seconds.
+_ANSWER_WITHIN_S = 3.0
+_PROBE_PROMPT = [0]
+
+
+class HealthProbe:
+    """Shared by the health endpoints of one server."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+        self._probe: asyncio.Task[None] | None = None
+        self._asked_time = 0.0  # monotonic; the first question since the engine's last message
+
+    async def check(self) -> bool:
+        """Whether the engine is alive; moves `server_status` between Up and UnHealthy.
+
+        Answers within `_ANSWER_WITHIN_S` seconds.
+        """
+        manager = self._manager
+        if manager.dead_message is not None:
+            return False
+        manager.auto_create_handle_loop()
+        limit_s = envs.SGLANG_HEALTH_CHECK_TIMEOUT.get()
+        if manager.last_receive_time >= self._asked_time:
+            # The engine has answered since: its silence, if any, begins with this question.
+            self._asked_time = time.monotonic()
+        self._ensure_probe(limit_s)
+        is_alive = await manager.wait_received(min(_ANSWER_WITHIN_S, limit_s))
+        if not is_alive:
+            silence_s = time.monotonic() - max(manager.last_receive_time, self._asked_time)
+            is_alive = silence_s < limit_s
+        if manager.dead_message is not None:
+            return False
+        if not is_alive:
+            logger.error("Health check: no sign of the engine for %.0f s", limit_s)
+        manager.server_status = ServerStatus.Up if is_alive else ServerStatus.UnHealthy
+        return is_alive
+
+    def _ensure_probe(self, limit_s: float) -> None:
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.get_running_loop().create_task(self._run_probe(limit_s))
+
+    async def _run_probe(self, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                if self._manager.is_pause:
+                    await self._manager.control.ping(limit_s)
+                else:
+                    await self._generate_one()
+        except (TimeoutError, RequestError) as exc:
+            logger.warning("Health probe unanswered: %s", exc or "timed out")
+
+    async def _generate_one(self) -> None:
+        request = GenerateReqInput(
+            input_ids=_PROBE_PROMPT,
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            rid=f"{HEALTH_CHECK_RID_PREFIX}_{new_rid()}",
+            log_metrics=False,
+            no_logs=True,
+        )
+        async for _ in self._manager.generate_request(request):
+            return

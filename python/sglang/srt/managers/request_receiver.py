@@ -1,0 +1,61 @@
+"""What arrives in a scheduler step, the same on every tensor-parallel rank.
+
+Rank 0 reads the channel from the front; one broadcast hands the raw bytes, the clock and the
+grammars that rank 0 found compiled to all ranks, so that every later decision starts from equal
+inputs. Collective: every rank calls `recv` once per loop. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from sglang.srt.distributed.communication import broadcast_bytes
+from sglang.srt.managers.ipc import PullChannel, decode
+
+# How long an idle scheduler sleeps on its channel. New messages end the sleep at once; the limit
+# keeps the liveness counter moving and notices deadlines and compiled grammars.
+IDLE_WAIT_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedStep:
+    """Inputs of one scheduler step. `now`: rank 0's unix time, the only clock for decisions."""
+
+    messages: list[Any]
+    ready_grammars: list[str]  # rids whose grammar rank 0 has compiled (or failed to)
+    now: float
+
+
+class RequestReceiver:
+    """Receives on rank 0, broadcasts to the others."""
+
+    def __init__(self, channel: PullChannel | None, cpu_group: dist.ProcessGroup | None) -> None:
+        self._channel = channel  # rank 0 only
+        self._cpu_group = cpu_group
+
+    def recv(self, *, idle: bool, poll_grammars: Callable[[], list[str]]) -> ReceivedStep:
+        """Take everything that has arrived; waits up to IDLE_WAIT_S where `idle` and nothing has.
+
+        `poll_grammars` is asked on rank 0 only. Collective over the TP ranks.
+        """
+        frame = b""
+        if self._channel is not None:
+            raw = self._channel.recv_all_bytes_nowait()
+            if not raw and idle and self._channel.wait(IDLE_WAIT_S):
+                raw = self._channel.recv_all_bytes_nowait()
+            if self._cpu_group is None:
+                return self._decode(raw, poll_grammars(), time.time())
+            frame = msgspec.msgpack.encode((raw, poll_grammars(), time.time()))
+        frame = broadcast_bytes(frame, 0, self._cpu_group)
+        raw, ready, now = msgspec.msgpack.decode(frame, type=tuple[list[bytes], list[str], float])
+        return self._decode(raw, ready, now)
+
+    @staticmethod
+    def _decode(raw: list[bytes], ready: list[str], now: float) -> ReceivedStep:
+        return ReceivedStep(messages=[decode(r) for r in raw], ready_grammars=ready, now=now)

@@ -1,0 +1,503 @@
+"""State of a request on the scheduler (`Req`) and of one step's batch (`ScheduleBatch`).
+
+`Req` is the only mutable record of a request: its tokens, its KV slots, its place in the prefix
+cache. `ScheduleBatch` owns which requests run together and the integer arrays from which a
+`ForwardBatch` is built. Neither decides anything: admission is `schedule_policy`, results are
+`batch_result_processor`, order is `scheduler`. Scheduler thread only.
+
+Lengths of a request (tokens), always ordered left to right:
+
+    len(prefix_indices) <= kv_committed_len <= kv_allocated_len
+      |                    |                   slots in the req_to_token row
+      |                    tokens whose KV is (or, in stream order, will be) in these slots
+      slots that the prefix cache already knows
+
+A decode step in flight has allocated one slot more than is committed; the slot is given back if
+the request turns out to have finished.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
+from sglang.srt.managers.io_struct import DecodeParams, LogprobDelta, TokenizedGenerateReqInput
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.tree_components.base import TreeNode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, LogprobRequest
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+class ReqStatus(Enum):
+    """Life of a request on the scheduler; `Req.set_status` holds the legal moves."""
+
+    GRAMMAR = auto()  # its grammar is being compiled
+    WAITING = auto()  # in the waiting queue, holds no slot (a chunked one holds its chunks)
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()  # also after an abort
+
+
+_LEGAL_MOVES: dict[ReqStatus, tuple[ReqStatus, ...]] = {
+    ReqStatus.GRAMMAR: (ReqStatus.WAITING, ReqStatus.FINISHED),
+    ReqStatus.WAITING: (ReqStatus.PREFILL, ReqStatus.FINISHED),
+    ReqStatus.PREFILL: (ReqStatus.DECODE, ReqStatus.WAITING, ReqStatus.FINISHED),
+    ReqStatus.DECODE: (ReqStatus.WAITING, ReqStatus.FINISHED),
+    ReqStatus.FINISHED: (),
+}
+
+
+@dataclass(slots=True)
+class LogprobState:
+    """Logprobs of one request, gathered over chunks and steps, and how much of them was sent."""
+
+    # Input side; complete once the prefill ended. Sent once.
+    input_val: list[float] = field(default_factory=list)
+    input_top: list[tuple[list[float], list[int]] | None] = field(default_factory=list)
+    input_token_ids: list[tuple[list[float], list[int]] | None] = field(default_factory=list)
+    input_done: bool = False
+    # Output side: the deltas since the last message.
+    pending: LogprobDelta = field(default_factory=LogprobDelta)
+
+    def take(self) -> LogprobDelta:
+        """Hand out what is new and start an empty delta."""
+        delta, self.pending = self.pending, LogprobDelta()
+        return delta
+
+
+class WeightVersionSpans:
+    """Which weight version produced which output tokens: half-open spans from 0, contiguous."""
+
+    __slots__ = ("_starts",)
+
+    def __init__(self, version: str) -> None:
+        self._starts: list[tuple[str, int]] = [(version, 0)]
+
+    def change(self, version: str, num_output_tokens: int) -> None:
+        """From this output token on, tokens come from `version`. The same version is a no-op."""
+        last_version, last_start = self._starts[-1]
+        if last_version == version:
+            return
+        if last_start == num_output_tokens:
+            self._starts.pop()
+            if self._starts and self._starts[-1][0] == version:
+                return
+        self._starts.append((version, num_output_tokens))
+
+    def as_list(self, num_output_tokens: int) -> list[tuple[str, int, int]]:
+        """(version, start, end) of each span; the last end is `num_output_tokens`."""
+        ends = [start for _, start in self._starts[1:]] + [num_output_tokens]
+        return [(v, s, e) for (v, s), e in zip(self._starts, ends)]
+
+
+class Req:
+    """One request on the scheduler."""
+
+    def __init__(
+        self, recv: TokenizedGenerateReqInput, *, eos_token_ids: frozenset[int], weight_version: str
+    ) -> None:
+        self.rid = recv.rid
+        self.origin_input_ids: list[int] = recv.input_ids.tolist()
+        self.output_ids: list[int] = []
+        self.sampling_params: SamplingParams = recv.sampling_params
+        self.eos_token_ids = eos_token_ids
+        self.extra_key = recv.extra_key
+        self.priority = recv.priority
+        self.stream = recv.stream
+        self.is_health_check = recv.is_health_check
+
+        # A token in this set, or the last of the budget, makes the full finish check necessary;
+        # so does every token where text or a grammar is watched.
+        params = recv.sampling_params
+        self.end_token_ids = (
+            frozenset()
+            if params.ignore_eos
+            else eos_token_ids | frozenset(params.stop_token_ids or ())
+        )
+        self.always_check_finish = bool(
+            params.stop_strs or params.stop_regex_strs or params.grammar is not None
+        )
+
+        # Logprobs and hidden states.
+        self.return_logprob = recv.return_logprob
+        self.logprob_start_len = recv.logprob_start_len  # -1: none of the prompt
+        self.top_logprobs_num = recv.top_logprobs_num
+        self.token_ids_logprob = recv.token_ids_logprob
+        self.logprobs = LogprobState() if recv.return_logprob else None
+        self.return_hidden_states = recv.return_hidden_states
+        self.hidden_states: list[Any] = []
+
+        # Place in memory; written by prepare_for_* and by the prefix cache.
+        self.req_pool_idx: int | None = None
+        self.prefix_indices: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self.last_node: TreeNode | None = None
+        self.last_host_node: TreeNode | None = None
+        self.best_match_node: TreeNode | None = None
+        self.host_hit_length = 0
+        self.cache_protected_len = 0
+        self.kv_fingerprint: str | None = None
+        self.kv_committed_len = 0
+        self.kv_allocated_len = 0
+
+        # Progress; `status` by set_status only.
+        self.status = ReqStatus.WAITING
+        self.fill_ids: list[int] = self.origin_input_ids  # tokens the running prefill covers
+        self.extend_len = 0  # tokens of the next prefill step, set by the PrefillAdder
+        self.is_chunked = False  # more of the prompt is to come after the running step
+        self.num_pending_tokens = 0  # steps launched whose token the host has not seen
+        self.finish_reason: Any = None
+        self.grammar: GrammarMatcher | None = None
+        # The logits of its next step depend on tokens that the host must have seen.
+        self.needs_host_tokens = (
+            recv.sampling_params.has_penalties or recv.sampling_params.grammar is not None
+        )
+
+        # What the client is told.
+        self.cached_tokens = 0
+        self.host_cached_tokens = 0
+        self.already_counted_cache = False
+        self.num_retractions = 0
+        self.weight_versions = WeightVersionSpans(weight_version)
+        self.num_sent_tokens = 0
+        self.decode_params: DecodeParams | None = DecodeParams(
+            skip_special_tokens=recv.sampling_params.skip_special_tokens,
+            spaces_between_special_tokens=recv.sampling_params.spaces_between_special_tokens,
+            no_stop_trim=recv.sampling_params.no_stop_trim,
+            stop_strs=list(recv.sampling_params.stop_strs),
+            skip_tokenizer=recv.skip_tokenizer,
+        )
+
+        # Unix times.
+        self.received_time = recv.received_time
+        self.queue_entry_time = time.time()
+        self.forward_entry_time = 0.0
+        self.prefill_finished_time = 0.0
+
+    # -- status ---------------------------------------------------------------------------------
+
+    def set_status(self, status: ReqStatus) -> None:
+        """Move to `status`. Raises RuntimeError for a move that the life of a request forbids."""
+        if status not in _LEGAL_MOVES[self.status]:
+            raise RuntimeError(f"request {self.rid}: {self.status.name} -> {status.name}")
+        self.status = status
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    # -- lengths --------------------------------------------------------------------------------
+
+    @property
+    def seq_len(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        limit = self.sampling_params.max_new_tokens
+        if limit is None:
+            raise RuntimeError(f"request {self.rid}: max_new_tokens was not resolved at admission")
+        return limit
+
+    @property
+    def max_output_len(self) -> int:
+        """The same, under the name that the finish checks use."""
+        return self.max_new_tokens
+
+    @property
+    def remaining_new_tokens(self) -> int:
+        """Tokens still to be produced at most, those in flight taken off."""
+        return self.max_new_tokens - len(self.output_ids) - self.num_pending_tokens
+
+    # -- prefix ---------------------------------------------------------------------------------
+
+    def max_prefix_len(self) -> int:
+        """Longest prefix that may come from a cache.
+
+        One token at least is computed, to have logits; input logprobs from position s on need the
+        hidden states of s, so nothing from s on may come from the cache.
+        """
+        limit = len(self.fill_ids) - 1
+        if self.needs_input_logprobs:
+            limit = min(limit, self.logprob_start_len)
+        return max(limit, 0)
+
+    @property
+    def needs_input_logprobs(self) -> bool:
+        return (
+            self.logprobs is not None
+            and not self.logprobs.input_done
+            and 0 <= self.logprob_start_len < len(self.origin_input_ids)
+        )
+
+    def init_next_round_input(self, tree_cache: BasePrefixCache) -> None:
+        """Match the tokens of the coming prefill against the prefix cache. Takes no lock."""
+        self.fill_ids = self.origin_input_ids + self.output_ids
+        key = tree_cache.make_key(self.fill_ids[: self.max_prefix_len()], self.extra_key)
+        match = tree_cache.match_prefix(MatchPrefixParams(key=key))
+        self.kv_fingerprint = tree_cache.weights_fingerprint
+        self.prefix_indices = match.device_indices
+        self.last_node = match.last_device_node
+        self.last_host_node = match.last_host_node
+        self.best_match_node = match.best_match_node
+        self.host_hit_length = match.host_hit_length
+        self.cache_protected_len = len(match.device_indices)
+
+    def reset_for_retract(self) -> None:
+        """Forget all memory state (already released); the request starts over as a prefill."""
+        self.num_retractions += 1
+        self.prefix_indices = torch.empty(0, dtype=torch.int64)
+        self.last_node = None
+        self.last_host_node = None
+        self.best_match_node = None
+        self.host_hit_length = 0
+        self.cache_protected_len = 0
+        self.req_pool_idx = None
+        self.kv_committed_len = 0
+        self.kv_allocated_len = 0
+        self.extend_len = 0
+        self.is_chunked = False
+        if self.logprobs is not None and not self.logprobs.input_done:
+            self.logprobs = LogprobState()
+
+    def __repr__(self) -> str:
+        return (
+            f"Req(rid={self.rid}, {self.status.name}, prompt={len(self.origin_input_ids)}, "
+            f"output={len(self.output_ids)})"
+        )
+
+
+class ScheduleBatch:
+    """Requests that take the next step together, and the arrays of that step.
+
+    `req_pool_indices` and `seq_lens` are int64 numpy arrays parallel to `reqs`; seq_lens counts
+    the tokens of the step too. In decode they are kept from step to step, so that the cost of a
+    step does not grow with what the requests have done before.
+    """
+
+    def __init__(
+        self,
+        reqs: list[Req],
+        *,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator,
+        tree_cache: BasePrefixCache,
+        vocab_size: int,
+        device: str,
+    ) -> None:
+        self.reqs = reqs
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+        self.tree_cache = tree_cache
+        self.vocab_size = vocab_size
+        self.device = device
+        self.forward_mode = ForwardMode.IDLE
+        self.req_pool_indices = np.empty(0, dtype=np.int64)
+        self.seq_lens = np.empty(0, dtype=np.int64)
+        self.out_cache_loc: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self.extend_lens: list[int] = []
+        self.prefix_lens: list[int] = []
+        # Extend only: whether more of the prompt follows after this step (a copy, because the
+        # request's own flag may speak of the next chunk when the result is read).
+        self.chunked: list[bool] = []
+        self.sampling_info: SamplingBatchInfo | None = None
+        self.hicache_consumer_index = -1
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+    # -- composition ----------------------------------------------------------------------------
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep the requests at these positions, in this order."""
+        if len(keep) == len(self.reqs):
+            return
+        self.reqs = [self.reqs[i] for i in keep]
+        index = np.asarray(keep, dtype=np.int64)
+        self.req_pool_indices = self.req_pool_indices[index]
+        self.seq_lens = self.seq_lens[index]
+        self.sampling_info = None
+
+    def merge(self, other: ScheduleBatch) -> None:
+        """Append the requests of `other`."""
+        self.reqs = self.reqs + other.reqs
+        self.req_pool_indices = np.concatenate([self.req_pool_indices, other.req_pool_indices])
+        self.seq_lens = np.concatenate([self.seq_lens, other.seq_lens])
+        self.sampling_info = None
+
+    def snapshot(self) -> ScheduleBatch:
+        """The step as launched, for the result processor: later filters do not change it."""
+        copy = ScheduleBatch(
+            self.reqs,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+        copy.forward_mode = self.forward_mode
+        copy.req_pool_indices = self.req_pool_indices
+        copy.seq_lens = self.seq_lens
+        copy.extend_lens = self.extend_lens
+        copy.prefix_lens = self.prefix_lens
+        copy.chunked = self.chunked
+        return copy
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def prepare_for_extend(self) -> None:
+        """Give every request its row and the slots of its next tokens.
+
+        The PrefillAdder has made certain that both exist; failing here is a broken invariant.
+        Raises RuntimeError.
+        """
+        self.forward_mode = ForwardMode.EXTEND
+        new_rows = [req for req in self.reqs if req.req_pool_idx is None]
+        rows = self.req_to_token_pool.alloc(len(new_rows))
+        if rows is None:
+            raise RuntimeError(f"no request rows left for {len(new_rows)} admitted requests")
+        for req, row in zip(new_rows, rows):
+            req.req_pool_idx = row
+
+        self.prefix_lens = [len(req.prefix_indices) for req in self.reqs]
+        self.extend_lens = [req.extend_len for req in self.reqs]
+        self.chunked = [req.is_chunked for req in self.reqs]
+        seq_lens = [p + e for p, e in zip(self.prefix_lens, self.extend_lens)]
+        last_locs = [
+            int(req.prefix_indices[-1]) if len(req.prefix_indices) else -1 for req in self.reqs
+        ]
+        slots = self._alloc_extend(seq_lens, last_locs)
+
+        start = 0
+        for req, prefix_len, extend_len in zip(self.reqs, self.prefix_lens, self.extend_lens):
+            row = self._row_of(req)
+            if prefix_len:
+                self.req_to_token_pool.write(row, 0, req.prefix_indices)
+            own = slots[start : start + extend_len]
+            self.req_to_token_pool.write(row, prefix_len, own)
+            start += extend_len
+            req.kv_committed_len = req.kv_allocated_len = prefix_len + extend_len
+        self.out_cache_loc = slots
+        self.req_pool_indices = np.array([self._row_of(r) for r in self.reqs], dtype=np.int64)
+        self.seq_lens = np.array(seq_lens, dtype=np.int64)
+        self._mark_launched()
+        self._refresh_sampling_info()
+
+    def _alloc_extend(self, seq_lens: list[int], last_locs: list[int]) -> torch.Tensor:
+        """Slots of all new tokens; evicts from the prefix cache what is missing."""
+        allocator = self.token_to_kv_pool_allocator
+        slots = allocator.alloc_extend(self.prefix_lens, seq_lens, last_locs)
+        if slots is None:
+            page = allocator.page_size
+            need = sum(-(-e // page) * page + page for e in self.extend_lens)
+            self._evict_to_have(need)
+            slots = allocator.alloc_extend(self.prefix_lens, seq_lens, last_locs)
+        if slots is None:
+            raise RuntimeError(
+                f"admitted {sum(self.extend_lens)} new tokens, free {allocator.available_size()}, "
+                f"evictable {self.tree_cache.evictable_size()}"
+            )
+        return slots
+
+    def _evict_to_have(self, num_tokens: int) -> None:
+        """Evict from the prefix cache until this many slots are free, or nothing is evictable."""
+        missing = num_tokens - self.token_to_kv_pool_allocator.available_size()
+        if missing > 0:
+            self.tree_cache.evict(EvictParams(num_tokens=missing))
+
+    def decode_pages_needed(self) -> int:
+        """Pages that the next decode step takes: one for each request at a page's end."""
+        page = self.token_to_kv_pool_allocator.page_size
+        if page == 1:
+            return len(self.reqs)
+        return int(np.count_nonzero(self.seq_lens % page == 0))
+
+    def has_decode_memory(self) -> bool:
+        """True when the next decode step fits, after evicting from the prefix cache if need be."""
+        allocator = self.token_to_kv_pool_allocator
+        need = self.decode_pages_needed() * allocator.page_size
+        self._evict_to_have(need)
+        return allocator.available_size() >= need
+
+    def prepare_for_decode(self) -> None:
+        """Give every request the slot of the token it sampled last.
+
+        Raises RuntimeError when the slots are missing: `has_decode_memory` comes first.
+        """
+        self.forward_mode = ForwardMode.DECODE
+        allocator = self.token_to_kv_pool_allocator
+        rows, old_lens = self.req_pool_indices, self.seq_lens
+        table = self.req_to_token_pool.req_to_token_cpu.numpy()
+        last_locs = table[rows, old_lens - 1].astype(np.int64)
+        self.seq_lens = old_lens + 1
+        slots = allocator.alloc_decode(self.seq_lens, last_locs)
+        if slots is None:
+            raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests")
+        self.req_to_token_pool.write_at(torch.from_numpy(rows), torch.from_numpy(old_lens), slots)
+        self.out_cache_loc = slots
+        for req in self.reqs:
+            req.kv_allocated_len += 1
+        self._mark_launched()
+        self._refresh_sampling_info()
+
+    def _mark_launched(self) -> None:
+        for req in self.reqs:
+            if not req.is_chunked:
+                req.num_pending_tokens += 1
+
+    def _refresh_sampling_info(self) -> None:
+        if self.sampling_info is None:
+            self.sampling_info = SamplingBatchInfo.from_reqs(
+                self.reqs, self.vocab_size, self.device
+            )
+        self.sampling_info.update_host_state(self.reqs)
+
+    @staticmethod
+    def _row_of(req: Req) -> int:
+        if req.req_pool_idx is None:
+            raise RuntimeError(f"{req} has no row")
+        return req.req_pool_idx
+
+    # -- inputs of the forward pass -------------------------------------------------------------
+
+    def extend_input_ids(self) -> array[int]:
+        """New tokens of all requests, one after the other."""
+        ids = array("q")
+        for req, prefix_len, extend_len in zip(self.reqs, self.prefix_lens, self.extend_lens):
+            ids.extend(req.fill_ids[prefix_len : prefix_len + extend_len])
+        return ids
+
+    def logprob_request(self) -> LogprobRequest | None:
+        """Logprob wishes of this step; None where no request has any."""
+        if not any(req.return_logprob for req in self.reqs):
+            return None
+        wishes = LogprobRequest(
+            enabled=[req.return_logprob for req in self.reqs],
+            top_nums=[req.top_logprobs_num for req in self.reqs],
+            token_ids=[req.token_ids_logprob for req in self.reqs],
+        )
+        if self.forward_mode is ForwardMode.EXTEND:
+            for req, prefix_len, extend_len in zip(self.reqs, self.prefix_lens, self.extend_lens):
+                start = extend_len
+                if req.needs_input_logprobs:
+                    start = min(max(req.logprob_start_len - prefix_len, 0), extend_len)
+                # The token after the last prompt token is an output token: no input logprob.
+                ids = req.fill_ids[prefix_len + start + 1 : prefix_len + extend_len + 1]
+                ids = ids + [-1] * (extend_len - start - len(ids))
+                wishes.start_lens.append(start)
+                wishes.target_ids.append(ids)
+        return wishes

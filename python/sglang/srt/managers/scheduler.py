@@ -1,0 +1,785 @@
+"""`Scheduler`: one per tensor-parallel rank. Wiring, the two event loops and the step functions.
+
+Owns which requests wait and which run. Composed of small owners: `RequestReceiver` (what came),
+`SchedulePolicy` and `PrefillAdder` (who is next), the worker (one step on the device),
+`BatchResultProcessor` (tokens to request state), `OutputStreamer` (news to the clients),
+`SchedulerReports` (logs, metrics, state reports). All ranks run the same schedule in lockstep:
+every decision is made from replicated state and from the clock of `ReceivedStep`.
+
+Both loops call the same step functions. `event_loop_overlap` reads the result of step n after it
+has launched step n+1; whatever needs the host to be up to date (an abort, a retraction, a request
+with penalties or a grammar) calls `_drain_results` first. That order is decided here only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.finish_check import FinishAbort
+from sglang.srt.managers.grammar_manager import GrammarManager
+from sglang.srt.managers.invariant_checker import InvariantChecker
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedGenerateReqInput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    ControlReqInput,
+    ControlReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    FreezeGCReqInput,
+    FreezeGCReqOutput,
+    GetInternalStateReqInput,
+    GetInternalStateReqOutput,
+    GetLoadsReqInput,
+    GetLoadsReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PingReqInput,
+    PingReqOutput,
+    ProfileReqInput,
+    ProfileReqOutput,
+    SetInternalStateReqInput,
+    SetInternalStateReqOutput,
+    ShutdownReq,
+    SlowDownReqInput,
+    SlowDownReqOutput,
+    TokenizedGenerateReqInput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
+)
+from sglang.srt.managers.output_streamer import OutputStreamer
+from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
+from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
+from sglang.srt.managers.schedule_policy import (
+    AddResult,
+    NewTokenRatio,
+    PrefillAdder,
+    PrefillLimits,
+    SchedulePolicy,
+)
+from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
+from sglang.srt.managers.scheduler_reports import SchedulerReports
+from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.platforms import current_platform
+
+logger = logging.getLogger(__name__)
+
+# Waiting and running times are compared with their limits this often.
+TIMEOUT_SCAN_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """The part of the server's arguments that scheduling itself reads."""
+
+    limits: PrefillLimits
+    max_running_requests: int
+    max_queued_requests: int | None
+    enable_priority: bool
+    context_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    weight_version: str
+    dp_rank: int
+    is_rank_zero: bool
+    enable_overlap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerParts:
+    """Collaborators, made by `scheduler_process`."""
+
+    receiver: RequestReceiver
+    worker: TpModelWorker
+    draft_worker: Any  # None without speculation
+    tree_cache: BasePrefixCache
+    policy: SchedulePolicy
+    grammar_manager: GrammarManager
+    result_processor: BatchResultProcessor
+    streamer: OutputStreamer
+    reports: SchedulerReports
+    profiler: SchedulerProfiler
+    new_token_ratio: NewTokenRatio
+    checker: InvariantChecker
+    send_to_front: Callable[[ControlReqOutput], None]
+    beat: Callable[[], None]  # liveness counter
+
+
+@dataclass(slots=True)
+class DeferredFlush:
+    """A flush that waits for the first idle moment before `deadline` (unix time)."""
+
+    request: FlushCacheReqInput
+    deadline: float
+
+
+class Scheduler:
+    """See the module docstring. One thread: the process's main thread."""
+
+    def __init__(self, config: SchedulerConfig, parts: SchedulerParts) -> None:
+        self.config = config
+        self.receiver = parts.receiver
+        self.worker = parts.worker
+        self.draft_worker = parts.draft_worker
+        self.tree_cache = parts.tree_cache
+        self.policy = parts.policy
+        self.grammar_manager = parts.grammar_manager
+        self.result_processor = parts.result_processor
+        self.streamer = parts.streamer
+        self.reports = parts.reports
+        self.profiler = parts.profiler
+        self.checker = parts.checker
+        self._send_to_front = parts.send_to_front
+        self._beat = parts.beat
+
+        self.req_to_token_pool: ReqToTokenPool
+        self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = self.worker.get_memory_pool()
+
+        self.waiting_queue: list[Req] = []
+        self.running_batch = self._new_batch([])
+        self.cur_batch: ScheduleBatch | None = None
+        self.last_batch: ScheduleBatch | None = None  # a prefill not yet merged into running
+        self.chunked_req: Req | None = None
+        self.result_queue: deque[tuple[ScheduleBatch, GenerationBatchResult]] = deque()
+        self.new_token_ratio = parts.new_token_ratio
+        self.weight_version = config.weight_version
+        self.is_paused = False  # retract / in_place pause
+        self.forward_sleep_time: float | None = None
+        self.deferred_flush: DeferredFlush | None = None
+        self.forward_ct_decode = 0
+        self.stopping = False
+        self._now = time.time()
+        self._next_timeout_scan = 0.0
+        self._idle_checked = False
+        self._handlers = self._make_handlers()
+
+    # ---------------------------------------------------------------------------------------
+    # Event loops
+    # ---------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until a ShutdownReq arrives."""
+        if self.config.enable_overlap:
+            self.event_loop_overlap()
+        else:
+            self.event_loop_normal()
+
+    def event_loop_normal(self) -> None:
+        """One step at a time: launch, read the result, next."""
+        while not self.stopping:
+            batch = self._begin_iteration()
+            if batch is not None:
+                result = self.run_batch(batch)
+                self.process_batch_result(batch.snapshot(), result)
+            self._end_iteration(batch)
+
+    def event_loop_overlap(self) -> None:
+        """Launch step n+1, then read the result of step n while n+1 is on the device."""
+        while not self.stopping:
+            batch = self._begin_iteration()
+            launched = None
+            if batch is not None:
+                launched = (batch.snapshot(), self.run_batch(batch))
+            self._drain_results()
+            if launched is not None:
+                self.result_queue.append(launched)
+            self._end_iteration(batch)
+
+    def _begin_iteration(self) -> ScheduleBatch | None:
+        """Take in what has arrived, settle transfers, choose the step."""
+        self._beat()
+        step = self.receiver.recv(
+            idle=self._has_nothing_to_run(), poll_grammars=self.grammar_manager.poll_ready
+        )
+        self._now = step.now
+        self.process_input_requests(step)
+        self.tree_cache.check_hicache_events()
+        self._expire_requests()
+        batch = self.get_next_batch_to_run()
+        self.cur_batch = batch
+        return batch
+
+    def _end_iteration(self, batch: ScheduleBatch | None) -> None:
+        if batch is not None:
+            self._idle_checked = False
+            if batch.forward_mode is ForwardMode.EXTEND:
+                self.last_batch = batch
+        self.streamer.flush()
+        self._try_deferred_flush()
+        if batch is None and not self._idle_checked and self._is_no_request():
+            self._on_idle()
+
+    def _on_idle(self) -> None:
+        """Once each time the last request has gone: check every pool equation."""
+        self.checker.check_idle()
+        self.new_token_ratio.reset()
+        self.reports.on_idle()
+        self._idle_checked = True
+
+    def _has_nothing_to_run(self) -> bool:
+        if self.is_paused:
+            return not self.result_queue
+        return (
+            not self.waiting_queue
+            and self.running_batch.is_empty()
+            and self.last_batch is None
+            and self.chunked_req is None
+            and not self.result_queue
+        )
+
+    def _is_no_request(self) -> bool:
+        """Nothing running, waiting (ignored while paused), chunked, in flight or compiling."""
+        if self._held_requests() or len(self.grammar_manager):
+            return False
+        if self.waiting_queue and not self.is_paused:
+            return False
+        # What is left in flight belongs to requests that have ended.
+        self._drain_results()
+        self._drop_finished()
+        return True
+
+    # ---------------------------------------------------------------------------------------
+    # Choosing and running a step
+    # ---------------------------------------------------------------------------------------
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """The next step: a prefill if any waiting request fits, else a decode; None to rest."""
+        self._absorb_last_prefill()
+        if self.is_paused:
+            return None
+        self._keep_running(self._goes_on)
+        batch = self.get_new_batch_prefill()
+        if batch is not None:
+            return batch
+        return self._next_decode_batch()
+
+    def _absorb_last_prefill(self) -> None:
+        """Move the requests of the last prefill into the running batch.
+
+        Their first token may still be in flight; those that cannot get another one stay out.
+        """
+        batch, self.last_batch = self.last_batch, None
+        if batch is None:
+            return
+        keep = [i for i, req in enumerate(batch.reqs) if self._goes_on(req)]
+        batch.filter(keep)
+        if batch.is_empty():
+            return
+        for req in batch.reqs:
+            req.set_status(ReqStatus.DECODE)
+        if self.running_batch.is_empty():
+            self.running_batch = batch
+        else:
+            self.running_batch.merge(batch)
+
+    def _goes_on(self, req: Req) -> bool:
+        return not req.finished and req is not self.chunked_req and req.remaining_new_tokens > 0
+
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        """Admit waiting requests into one prefill step; None when none can be."""
+        if not self.waiting_queue and self.chunked_req is None:
+            return None
+        adder = PrefillAdder(
+            self.config.limits,
+            tree_cache=self.tree_cache,
+            allocator=self.token_to_kv_pool_allocator,
+            running=self.running_batch.reqs,
+            new_token_ratio=self.new_token_ratio.value,
+        )
+        if self.chunked_req is not None and not self._continue_chunked(adder):
+            return None
+        self._admit_waiting(adder)
+        if not adder.can_run:
+            return None
+        self.chunked_req = adder.new_chunked_req
+        admitted = set(map(id, adder.can_run))
+        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in admitted]
+        batch = self._new_batch(adder.can_run)
+        self._count_cached_tokens(batch.reqs)
+        batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
+        batch.prepare_for_extend()
+        for req in batch.reqs:
+            if req.status is ReqStatus.WAITING:
+                req.set_status(ReqStatus.PREFILL)
+                req.forward_entry_time = self._now
+        self.reports.on_prefill(batch, adder, self._counts())
+        return batch
+
+    def _continue_chunked(self, adder: PrefillAdder) -> bool:
+        """Put the next chunk of the cut request first; False when it must wait for memory."""
+        req = self.chunked_req
+        if req is None:
+            return True
+        self.tree_cache.cache_unfinished_req(req, chunked=True)
+        if adder.add_chunked_req(req) is AddResult.ADDED:
+            return True
+        if self.running_batch.is_empty() and not self.result_queue:
+            raise RuntimeError(f"{req}: its next chunk does not fit into an otherwise idle pool")
+        return False
+
+    def _admit_waiting(self, adder: PrefillAdder) -> None:
+        self.policy.sort(self.waiting_queue)
+        running = len(self.running_batch) + len(adder.can_run)
+        # Rows of requests that ended but whose last result is in flight are still taken.
+        free_rows = self.req_to_token_pool.available_size()
+        for req in self.waiting_queue:
+            if free_rows <= 0 or running >= self.config.max_running_requests:
+                break
+            if not self.tree_cache.check_prefetch_progress(req.rid):
+                continue
+            req.init_next_round_input(self.tree_cache)
+            if adder.add_one_req(req) is not AddResult.ADDED:
+                break
+            running += 1
+            free_rows -= 1
+            if req.is_chunked:
+                break
+
+    def _count_cached_tokens(self, reqs: list[Req]) -> None:
+        """Remember, at a request's first prefill step, how much of its prompt was cached."""
+        for req in reqs:
+            if not req.already_counted_cache:
+                req.cached_tokens = len(req.prefix_indices)
+                req.already_counted_cache = True
+
+    def _next_decode_batch(self) -> ScheduleBatch | None:
+        batch = self.running_batch
+        if batch.is_empty():
+            return None
+        if self.result_queue and any(req.needs_host_tokens for req in batch.reqs):
+            self._drain_results()
+            self._keep_running(self._goes_on)
+        if not batch.is_empty() and not batch.has_decode_memory():
+            self._make_decode_memory()
+            batch = self.running_batch
+        if batch.is_empty():
+            return None
+        batch.prepare_for_decode()
+        self.new_token_ratio.decay()
+        self.forward_ct_decode += 1
+        return batch
+
+    def _keep_running(self, keep: Callable[[Req], bool]) -> None:
+        batch = self.running_batch
+        batch.filter([i for i, req in enumerate(batch.reqs) if keep(req)])
+
+    def _make_decode_memory(self) -> None:
+        """Retract requests, longest remaining output first, until a decode step fits."""
+        self._drain_results()
+        self._keep_running(self._goes_on)
+        batch = self.running_batch
+        retracted: list[Req] = []
+        while len(batch) > 1 and not batch.has_decode_memory():
+            victim = max(range(len(batch)), key=lambda i: (batch.reqs[i].remaining_new_tokens, i))
+            req = batch.reqs[victim]
+            batch.filter([i for i in range(len(batch)) if i != victim])
+            self._retract(req)
+            retracted.append(req)
+        if retracted:
+            self.waiting_queue = retracted + self.waiting_queue
+            self.new_token_ratio.after_retraction(batch.reqs)
+            self.reports.on_retract(retracted, self.new_token_ratio.value)
+        if not batch.is_empty() and not batch.has_decode_memory():
+            # Alone and still too long: only another holder of slots (a chunked prompt) can be why.
+            # From now on the full output of each is set aside, so they do not meet again.
+            self._retract_running()
+            self.new_token_ratio.value = 1.0
+
+    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Launch one step on the device. Collective over the TP ranks."""
+        self.profiler.on_step(batch.forward_mode)
+        if self.forward_sleep_time is not None:
+            time.sleep(self.forward_sleep_time)
+        return self.worker.forward_batch_generation(batch)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
+        """Read a step's result into its requests; release those that finished."""
+        self.result_processor.process(batch, result, self._now)
+        if batch.forward_mode is ForwardMode.DECODE:
+            self.reports.on_decode(batch, self._counts())
+
+    def _drain_results(self) -> None:
+        """Bring the host up to date with everything that was launched."""
+        while self.result_queue:
+            batch, result = self.result_queue.popleft()
+            self.process_batch_result(batch, result)
+
+    def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
+        return ScheduleBatch(
+            reqs,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            tree_cache=self.tree_cache,
+            vocab_size=self.config.vocab_size,
+            device=str(self.worker.device),
+        )
+
+    def _counts(self) -> tuple[int, int]:
+        return len(self.running_batch), len(self.waiting_queue)
+
+    # ---------------------------------------------------------------------------------------
+    # Requests in
+    # ---------------------------------------------------------------------------------------
+
+    def process_input_requests(self, step: ReceivedStep) -> None:
+        """Handle every message that arrived, in order, then admit compiled grammars."""
+        for message in step.messages:
+            self._handlers[type(message)](message)
+        ready, failed = self.grammar_manager.take(step.ready_grammars)
+        for req in ready:
+            req.set_status(ReqStatus.WAITING)
+            self._enqueue(req)
+        for req, error in failed:
+            self._finish_without_slots(req, FinishAbort(error, 400, "BadRequestError"))
+
+    def handle_generate_request(self, recv: TokenizedGenerateReqInput) -> None:
+        """Build the `Req` and put it in the queue (or in the grammar queue)."""
+        req = Req(
+            recv, eos_token_ids=self.config.eos_token_ids, weight_version=self.weight_version
+        )
+        if recv.is_health_check and not self._has_nothing_to_run():
+            # Busy is healthy: the probe must not wait behind real work.
+            self._finish_without_slots(req, FinishAbort("The server is busy.", None, None))
+            return
+        self._resolve_max_new_tokens(req)
+        if req.sampling_params.grammar is not None:
+            req.status = ReqStatus.GRAMMAR
+            self.grammar_manager.add(req)
+            return
+        self._enqueue(req)
+
+    def _resolve_max_new_tokens(self, req: Req) -> None:
+        """Cap the output by the context and by what the KV pool can hold for one request."""
+        prompt_len = len(req.origin_input_ids)
+        room = min(
+            self.config.context_len - prompt_len,
+            self.token_to_kv_pool_allocator.size - prompt_len,
+        )
+        wanted = req.sampling_params.max_new_tokens
+        req.sampling_params.max_new_tokens = max(0, room if wanted is None else min(wanted, room))
+
+    def _enqueue(self, req: Req) -> None:
+        if len(req.origin_input_ids) >= self.token_to_kv_pool_allocator.size:
+            message = (
+                f"The input ({len(req.origin_input_ids)} tokens) is longer than the KV cache "
+                f"({self.token_to_kv_pool_allocator.size} tokens)."
+            )
+            self._finish_without_slots(req, FinishAbort(message, 400, "BadRequestError"))
+            return
+        limit = self.config.max_queued_requests
+        if limit is not None and len(self.waiting_queue) >= limit:
+            victim = self._queue_limit_victim(req)
+            if victim is not req:
+                self._remove_waiting(victim)
+            full = FinishAbort("The request queue is full.", 503, "ServiceUnavailable")
+            self._finish_without_slots(victim, full)
+            if victim is req:
+                return
+        req.queue_entry_time = self._now
+        self._prefetch_kvcache(req)
+        self.waiting_queue.append(req)
+
+    def _queue_limit_victim(self, req: Req) -> Req:
+        """Who leaves when the queue is full: the newcomer, or a waiting one of lower priority."""
+        if not self.config.enable_priority:
+            return req
+        # Of equals the one that came last.
+        lowest = min(reversed(self.waiting_queue), key=lambda r: r.priority or 0, default=req)
+        return lowest if (lowest.priority or 0) < (req.priority or 0) else req
+
+    def _prefetch_kvcache(self, req: Req) -> None:
+        """Start fetching the request's prefix from storage; a no-op without a storage tier."""
+        req.init_next_round_input(self.tree_cache)
+        matched = len(req.prefix_indices) + req.host_hit_length
+        self.tree_cache.prefetch_from_storage(
+            req.rid, req.last_host_node, req.fill_ids[matched : req.max_prefix_len()]
+        )
+
+    # ---------------------------------------------------------------------------------------
+    # Requests out: abort, retract, time-outs
+    # ---------------------------------------------------------------------------------------
+
+    def _remove_waiting(self, req: Req) -> None:
+        """The one way out of the waiting queue other than admission."""
+        self.waiting_queue.remove(req)
+        self.tree_cache.release_aborted_request(req.rid)
+
+    def _finish_without_slots(self, req: Req, reason: Any) -> None:
+        """End a request that holds neither row nor slots."""
+        req.finish_reason = reason
+        req.set_status(ReqStatus.FINISHED)
+        self.streamer.add(req)
+
+    def _abort_held(self, req: Req, reason: Any) -> None:
+        """End a request that holds slots; its results must have been drained."""
+        if req is self.chunked_req:
+            self.chunked_req = None
+        req.finish_reason = reason
+        self.result_processor.release_finished(req)
+
+    def abort_request(self, recv: AbortReq) -> None:
+        """End every request that `recv` names, at once, wherever it is."""
+        if not recv.abort_all and not recv.rid:
+            return
+
+        def matches(req: Req) -> bool:
+            if recv.exact:
+                return req.rid == recv.rid
+            return recv.abort_all or req.rid.startswith(recv.rid)
+
+        self._abort_matching(matches, recv.abort_message)
+
+    def _abort_matching(self, matches: Callable[[Req], bool], message: str | None) -> None:
+        for req in [r for r in self.waiting_queue if matches(r)]:
+            self._remove_waiting(req)
+            text = message or "Abort in waiting queue"
+            self._finish_without_slots(req, FinishAbort(text, None, None))
+        for req in self.grammar_manager.remove(matches):
+            text = message or "Abort in waiting queue"
+            self._finish_without_slots(req, FinishAbort(text, None, None))
+        held = self._held_requests()
+        if not any(matches(req) for req in held):
+            return
+        self._drain_results()
+        for req in held:
+            if not req.finished and matches(req):
+                self._abort_held(req, FinishAbort(message or "Aborted", None, None))
+        self._drop_finished()
+
+    def _held_requests(self) -> list[Req]:
+        """Requests that hold slots, in admission order."""
+        last = self.last_batch.reqs if self.last_batch is not None else []
+        held = [*self.running_batch.reqs, *last]
+        for batch, _ in self.result_queue:
+            held.extend(batch.reqs)
+        if self.chunked_req is not None:
+            held.append(self.chunked_req)
+        return [req for req in dict.fromkeys(held) if not req.finished]
+
+    def _drop_finished(self) -> None:
+        self._absorb_last_prefill()
+        self._keep_running(lambda req: not req.finished)
+
+    def _retract(self, req: Req) -> None:
+        """Take a request's memory away; it will start over as a prefill."""
+        self.result_processor.release_memory(req, insert=True)
+        req.reset_for_retract()
+        req.set_status(ReqStatus.WAITING)
+
+    def _retract_running(self) -> None:
+        """Retract every request that holds slots, in front of the waiting queue."""
+        self._drain_results()
+        held = self._held_requests()
+        self.chunked_req = None
+        self.last_batch = None
+        self.running_batch = self._new_batch([])
+        for req in held:
+            self._retract(req)
+        self.waiting_queue = held + self.waiting_queue
+
+    def _expire_requests(self) -> None:
+        """Abort what has waited or run longer than the configured limits."""
+        if self._now < self._next_timeout_scan:
+            return
+        self._next_timeout_scan = self._now + TIMEOUT_SCAN_INTERVAL_S
+        waiting_s = envs.SGLANG_REQ_WAITING_TIMEOUT.get()
+        running_s = envs.SGLANG_REQ_RUNNING_TIMEOUT.get()
+        if waiting_s > 0 and not self.is_paused:
+            for req in [r for r in self.waiting_queue if self._now - r.queue_entry_time > waiting_s]:
+                self._remove_waiting(req)
+                late = f"Request waiting timeout reached ({waiting_s} s)."
+                self._finish_without_slots(req, FinishAbort(late, 503, "ServiceUnavailable"))
+        if running_s > 0 and not self.is_paused:
+            self._expire_running(running_s)
+
+    def _expire_running(self, running_s: float) -> None:
+        late = [r for r in self._held_requests() if self._now - r.forward_entry_time > running_s]
+        if not late:
+            return
+        self._drain_results()
+        text = f"Request running timeout reached ({running_s} s)."
+        for req in late:
+            if not req.finished:
+                self._abort_held(req, FinishAbort(text, 503, "ServiceUnavailable"))
+        self._drop_finished()
+
+    # ---------------------------------------------------------------------------------------
+    # Control requests
+    # ---------------------------------------------------------------------------------------
+
+    def _make_handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Message type -> what to do. Control handlers return their reply."""
+        control: dict[type, Callable[[Any], ControlReqOutput | None]] = {
+            FlushCacheReqInput: self._handle_flush,
+            PauseGenerationReqInput: self.pause_generation,
+            ContinueGenerationReqInput: self.continue_generation,
+            PingReqInput: lambda recv: PingReqOutput(),
+            GetInternalStateReqInput: self._handle_internal_state,
+            SetInternalStateReqInput: self._handle_set_internal_state,
+            GetLoadsReqInput: self._handle_loads,
+            ProfileReqInput: self._handle_profile,
+            SlowDownReqInput: self._handle_slow_down,
+            FreezeGCReqInput: self._handle_freeze_gc,
+            UpdateWeightVersionReqInput: self._handle_weight_version,
+        }
+        handlers: dict[type, Callable[[Any], None]] = {
+            TokenizedGenerateReqInput: self.handle_generate_request,
+            BatchTokenizedGenerateReqInput: self._handle_batch,
+            AbortReq: self.abort_request,
+            ShutdownReq: self._handle_shutdown,
+        }
+        for kind, handler in control.items():
+            handlers[kind] = self._replying(handler)
+        return handlers
+
+    def _replying(
+        self, handler: Callable[[Any], ControlReqOutput | None]
+    ) -> Callable[[ControlReqInput], None]:
+        def handle(recv: ControlReqInput) -> None:
+            reply = handler(recv)
+            if reply is not None:
+                self._reply(recv, reply)
+
+        return handle
+
+    def _reply(self, recv: ControlReqInput, reply: ControlReqOutput) -> None:
+        if not self.config.is_rank_zero:
+            return
+        reply.control_id = recv.control_id
+        reply.dp_rank = self.config.dp_rank
+        # News that was collected before the reply must arrive before it.
+        self.streamer.flush()
+        self._send_to_front(reply)
+
+    def _handle_batch(self, recv: BatchTokenizedGenerateReqInput) -> None:
+        for request in recv.requests:
+            self.handle_generate_request(request)
+
+    def _handle_shutdown(self, recv: ShutdownReq) -> None:
+        self.stopping = True
+
+    def flush_cache(self) -> bool:
+        """Clear every piece of state that depends on cached KV, or nothing.
+
+        Returns False, with a warning, while any request is active. Transfers of a hierarchical
+        cache in flight do not refuse it; L3 storage is not touched.
+        """
+        if not self._is_no_request():
+            logger.warning(
+                "Cache not flushed because there are pending requests. #queue-req: %d, "
+                "#running-req: %d",
+                len(self.waiting_queue) + len(self.grammar_manager),
+                len(self.running_batch) + (self.chunked_req is not None),
+            )
+            return False
+        self.cur_batch = None
+        self.last_batch = None
+        self.tree_cache.reset()
+        self.grammar_manager.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        if self.draft_worker is not None:
+            self.draft_worker.clear_cache_pool()
+        self.forward_ct_decode = 0
+        self.reports.reset_counters()
+        current_platform().empty_cache()
+        logger.info("Cache flushed successfully!")
+        return True
+
+    def _handle_flush(self, recv: FlushCacheReqInput) -> FlushCacheReqOutput | None:
+        if recv.timeout_s <= 0:
+            if self.flush_cache():
+                return FlushCacheReqOutput()
+            return FlushCacheReqOutput(success=False, message="Flush cache failed.\n")
+        if self.deferred_flush is not None:
+            busy = "Another flush_cache is already in progress."
+            return FlushCacheReqOutput(success=False, message=busy)
+        self.deferred_flush = DeferredFlush(recv, self._now + recv.timeout_s)
+        return None
+
+    def _try_deferred_flush(self) -> None:
+        """Flush at the first idle moment, pending storage backups included, or give up in time."""
+        flush = self.deferred_flush
+        if flush is None:
+            return
+        if self._is_no_request() and not self.tree_cache.has_pending_transfers():
+            self.deferred_flush = None
+            self._reply(flush.request, FlushCacheReqOutput(success=self.flush_cache()))
+        elif self._now >= flush.deadline:
+            self.deferred_flush = None
+            late = FlushCacheReqOutput(success=False, message="Timed out waiting for idle state.")
+            self._reply(flush.request, late)
+
+    def pause_generation(self, recv: PauseGenerationReqInput) -> PauseGenerationReqOutput:
+        """`retract` and `in_place` stop stepping; `abort` is carried out by the front."""
+        if recv.mode not in ("retract", "in_place"):
+            return PauseGenerationReqOutput()
+        self._drain_results()
+        self._drop_finished()
+        self.is_paused = True
+        if recv.mode == "retract":
+            self._retract_running()
+        return PauseGenerationReqOutput()
+
+    def continue_generation(self, recv: ContinueGenerationReqInput) -> ContinueGenerationReqOutput:
+        """Step again. Harmless when not paused."""
+        if recv.torch_empty_cache:
+            current_platform().empty_cache()
+        self.is_paused = False
+        return ContinueGenerationReqOutput()
+
+    def _handle_weight_version(
+        self, recv: UpdateWeightVersionReqInput
+    ) -> UpdateWeightVersionReqOutput:
+        if recv.abort_all_requests:
+            self._abort_matching(lambda req: True, None)
+        self._drain_results()
+        self.weight_version = recv.new_version
+        for req in [*self._held_requests(), *self.waiting_queue, *self.grammar_manager.pending()]:
+            req.weight_versions.change(recv.new_version, len(req.output_ids))
+        return UpdateWeightVersionReqOutput(
+            message=f"Weight version updated to {recv.new_version}"
+        )
+
+    def _handle_internal_state(self, recv: GetInternalStateReqInput) -> GetInternalStateReqOutput:
+        return GetInternalStateReqOutput(internal_state=self.reports.internal_state())
+
+    def _handle_set_internal_state(
+        self, recv: SetInternalStateReqInput
+    ) -> SetInternalStateReqOutput:
+        # No argument of the present feature set can be changed while serving.
+        return SetInternalStateReqOutput(updated=False)
+
+    def _handle_loads(self, recv: GetLoadsReqInput) -> GetLoadsReqOutput:
+        load = self.reports.load(
+            running=self._held_requests(),
+            waiting=self.waiting_queue,
+            num_grammar=len(self.grammar_manager),
+            is_paused=self.is_paused,
+        )
+        return GetLoadsReqOutput(load=load)
+
+    def _handle_profile(self, recv: ProfileReqInput) -> ProfileReqOutput:
+        success, message = self.profiler.handle(recv)
+        return ProfileReqOutput(success=success, message=message)
+
+    def _handle_slow_down(self, recv: SlowDownReqInput) -> SlowDownReqOutput:
+        self.forward_sleep_time = recv.forward_sleep_time
+        return SlowDownReqOutput()
+
+    def _handle_freeze_gc(self, recv: FreezeGCReqInput) -> FreezeGCReqOutput:
+        self.reports.freeze_gc()
+        return FreezeGCReqOutput()

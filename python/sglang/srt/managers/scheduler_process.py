@@ -1,0 +1,304 @@
+"""The scheduler process: from `ServerArgs` to a running `Scheduler`.
+
+Builds the parts, reports READY over the start-up pipe, runs the event loop and says why it ended.
+The process's main thread is the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.constrained.base_grammar_backend import (
+    BaseGrammarBackend,
+    create_grammar_backend,
+)
+from sglang.srt.distributed.parallel_state import get_tp_group, init_distributed
+from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.finish_check import DecodeTail
+from sglang.srt.managers.grammar_manager import GrammarManager
+from sglang.srt.managers.invariant_checker import InvariantChecker
+from sglang.srt.managers.io_struct import ControlReqOutput, SchedulerReady
+from sglang.srt.managers.ipc import PullChannel, PushChannel
+from sglang.srt.managers.output_streamer import OutputStreamer
+from sglang.srt.managers.request_receiver import RequestReceiver
+from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig, SchedulerParts
+from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
+from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
+from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.srt.observability.metrics import (
+    SchedulerConstants,
+    SchedulerLabels,
+    SchedulerMetrics,
+)
+from sglang.srt.platforms import init_platform
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.liveness import LivenessCounter
+from sglang.srt.utils.tokenizer import get_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def run_scheduler_process(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    tp_rank: int,
+    dp_rank: int,
+    pipe_writer: Connection,
+) -> None:
+    """Entry of a scheduler process. Sends `SchedulerReady` on `pipe_writer`, then serves.
+
+    Any exception leaves through the caller (the launcher's wrapper reports it and exits non-zero).
+    """
+    start = time.perf_counter()
+    platform = init_platform(server_args.device, _device_index(server_args, tp_rank, dp_rank))
+    platform.configure_process(server_args.num_threads)
+    tp_size = server_args.tp_size
+    init_method = f"tcp://{port_args.dist_init_addrs[dp_rank]}" if tp_size > 1 else ""
+    init_distributed(tp_size, tp_rank, init_method, backend=platform.collective_backend)
+
+    model_config = ModelConfig.from_path(
+        server_args.model_path,
+        dtype=server_args.dtype,
+        context_length=server_args.context_length,
+        override_args=server_args.json_model_override_args,
+        trust_remote_code=server_args.trust_remote_code,
+        device=platform.name,
+    )
+    runner = ModelRunner(model_config, _runner_config(server_args))
+    worker = TpModelWorker(runner)
+    ready = _ready_message(server_args, model_config, runner)
+    scheduler = build_scheduler(
+        server_args, port_args, worker, ready, tp_rank=tp_rank, dp_rank=dp_rank
+    )
+    ready.load_time_s = time.perf_counter() - start
+    pipe_writer.send(ready)
+    pipe_writer.close()
+    scheduler.run()
+    logger.info("Scheduler stopped")
+
+
+def _device_index(server_args: ServerArgs, tp_rank: int, dp_rank: int) -> int:
+    return server_args.gpu_id(tp_rank, dp_rank) if server_args.device == "cuda" else 0
+
+
+def _runner_config(server_args: ServerArgs) -> RunnerConfig:
+    if server_args.page_size is None or server_args.attention_backend is None:
+        raise ValueError("page_size and attention_backend must be resolved before the launch")
+    if server_args.random_seed is None:
+        raise ValueError("random_seed must be resolved before the launch: ranks must share it")
+    return RunnerConfig(
+        load_format=server_args.load_format,
+        attention_backend=server_args.attention_backend,
+        page_size=server_args.page_size,
+        mem_fraction_static=server_args.mem_fraction_static,
+        max_total_tokens=server_args.max_total_tokens,
+        max_running_requests=server_args.max_running_requests,
+        kv_cache_dtype=server_args.kv_cache_dtype,
+        random_seed=server_args.random_seed,
+        cpu_weight_format=server_args.cpu_weight_format,
+    )
+
+
+def _ready_message(
+    server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner
+) -> SchedulerReady:
+    return SchedulerReady(
+        max_total_num_tokens=runner.max_total_num_tokens,
+        # One slot at least must be left for the first output token.
+        max_req_input_len=min(model_config.context_len, runner.max_total_num_tokens) - 1,
+        context_len=model_config.context_len,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=sorted(model_config.hf_eos_token_id),
+        page_size=runner.config.page_size,
+        max_running_requests=runner.max_running_requests,
+        memory_usage=runner.memory_usage(),
+        resolved_args={
+            "dtype": model_config.dtype,
+            "max_running_requests": runner.max_running_requests,
+            "max_total_tokens": runner.max_total_num_tokens,
+            "context_length": model_config.context_len,
+        },
+    )
+
+
+def build_scheduler(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    worker: TpModelWorker,
+    ready: SchedulerReady,
+    *,
+    tp_rank: int,
+    dp_rank: int,
+) -> Scheduler:
+    """Wire one rank's scheduler. Only rank 0 reads from and sends to other processes."""
+    is_rank_zero = tp_rank == 0
+    rows, allocator = worker.get_memory_pool()
+    page_size = ready.page_size
+    tree_cache = create_tree_cache(
+        CacheInitParams(
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+            disable=server_args.disable_radix_cache,
+            eviction_policy=server_args.radix_eviction_policy,
+        )
+    )
+    send_output = send_control = None
+    receiver_channel = None
+    if is_rank_zero:
+        receiver_channel = PullChannel(port_args.scheduler_input_ipc_names[dp_rank])
+        send_output = PushChannel(port_args.detokenizer_ipc_name).send
+        send_control = PushChannel(port_args.tokenizer_ipc_name).send
+    streamer = OutputStreamer(
+        send_output, stream_interval=server_args.stream_interval, dp_rank=dp_rank
+    )
+    results = BatchResultProcessor(
+        tree_cache=tree_cache,
+        req_to_token_pool=rows,
+        streamer=streamer,
+        decode_tail=_make_decode_tail(server_args),
+    )
+    new_token_ratio = NewTokenRatio(server_args.schedule_conservativeness)
+    reports = SchedulerReports(
+        _report_facts(server_args, ready, dp_rank=dp_rank, is_rank_zero=is_rank_zero),
+        tree_cache=tree_cache,
+        allocator=allocator,
+        results=results,
+        metrics=_make_metrics(server_args, ready, tp_rank=tp_rank, dp_rank=dp_rank),
+        new_token_ratio=new_token_ratio,
+    )
+    liveness = LivenessCounter(
+        port_args.liveness_path, dp_rank * server_args.tp_size + tp_rank
+    )
+    parts = SchedulerParts(
+        receiver=RequestReceiver(receiver_channel, get_tp_group().cpu_group),
+        worker=worker,
+        draft_worker=None,
+        tree_cache=tree_cache,
+        policy=SchedulePolicy(
+            server_args.schedule_policy,
+            tree_cache,
+            enable_priority=server_args.enable_priority_scheduling,
+            seed=server_args.random_seed or 0,
+        ),
+        grammar_manager=GrammarManager(_make_grammar_backend(server_args, ready)),
+        result_processor=results,
+        streamer=streamer,
+        reports=reports,
+        profiler=SchedulerProfiler(tp_rank, dp_rank),
+        new_token_ratio=new_token_ratio,
+        checker=InvariantChecker(
+            tree_cache=tree_cache,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=allocator,
+        ),
+        send_to_front=send_control or _no_front,
+        beat=liveness.increment,
+    )
+    config = _scheduler_config(server_args, ready, dp_rank=dp_rank, is_rank_zero=is_rank_zero)
+    return Scheduler(config, parts)
+
+
+def _no_front(reply: ControlReqOutput) -> None:
+    raise RuntimeError("only rank 0 replies to the front")
+
+
+def _scheduler_config(
+    server_args: ServerArgs, ready: SchedulerReady, *, dp_rank: int, is_rank_zero: bool
+) -> SchedulerConfig:
+    chunk = server_args.chunked_prefill_size
+    return SchedulerConfig(
+        limits=PrefillLimits(
+            max_prefill_tokens=server_args.max_prefill_tokens,
+            chunk_size=chunk if chunk is not None and chunk > 0 else None,
+            page_size=ready.page_size,
+        ),
+        max_running_requests=ready.max_running_requests,
+        max_queued_requests=server_args.max_queued_requests,
+        enable_priority=server_args.enable_priority_scheduling,
+        context_len=ready.context_len,
+        vocab_size=ready.vocab_size,
+        eos_token_ids=frozenset(ready.eos_token_ids),
+        weight_version=server_args.weight_version,
+        dp_rank=dp_rank,
+        is_rank_zero=is_rank_zero,
+        enable_overlap=not server_args.disable_overlap_schedule,
+    )
+
+
+def _tokenizer_json(server_args: ServerArgs) -> str | None:
+    path = Path(server_args.tokenizer_path or server_args.model_path) / "tokenizer.json"
+    return str(path) if path.is_file() else None
+
+
+def _make_decode_tail(server_args: ServerArgs) -> DecodeTail | None:
+    if server_args.skip_tokenizer_init:
+        return None
+    tokenizer = get_tokenizer(
+        server_args.tokenizer_path or server_args.model_path,
+        tokenizer_mode=server_args.tokenizer_mode,
+        trust_remote_code=server_args.trust_remote_code,
+    )
+    return tokenizer.decode
+
+
+def _make_grammar_backend(
+    server_args: ServerArgs, ready: SchedulerReady
+) -> BaseGrammarBackend | None:
+    if server_args.skip_tokenizer_init:
+        return None
+    return create_grammar_backend(
+        server_args.grammar_backend or "none",
+        _tokenizer_json(server_args),
+        ready.vocab_size,
+        ready.eos_token_ids,
+    )
+
+
+def _make_metrics(
+    server_args: ServerArgs, ready: SchedulerReady, *, tp_rank: int, dp_rank: int
+) -> SchedulerMetrics | None:
+    """Metrics of this rank; None where it does not report any."""
+    reports = tp_rank == 0 or server_args.enable_metrics_for_all_schedulers
+    if not (server_args.enable_metrics and reports):
+        return None
+    metrics = SchedulerMetrics(
+        SchedulerLabels(
+            model_name=server_args.served_model_name or server_args.model_path,
+            tp_rank=tp_rank,
+            dp_rank=dp_rank if server_args.dp_size > 1 else None,
+        )
+    )
+    metrics.set_constants(
+        SchedulerConstants(
+            max_total_num_tokens=ready.max_total_num_tokens,
+            page_size=ready.page_size,
+            num_pages=ready.max_total_num_tokens // ready.page_size,
+            context_len=ready.context_len,
+            weight_memory_usage_gb=ready.memory_usage["weight"],
+            kv_cache_memory_usage_gb=ready.memory_usage["kv_cache"],
+        )
+    )
+    return metrics
+
+
+def _report_facts(
+    server_args: ServerArgs, ready: SchedulerReady, *, dp_rank: int, is_rank_zero: bool
+) -> ReportFacts:
+    return ReportFacts(
+        server_args={**dataclasses.asdict(server_args), **ready.resolved_args},
+        memory_usage=ready.memory_usage,
+        max_running_requests=ready.max_running_requests,
+        decode_log_interval=server_args.decode_log_interval,
+        dp_rank=dp_rank,
+        startup_time=ready.load_time_s,
+        is_logging_rank=is_rank_zero,
+    )

@@ -1,0 +1,95 @@
+"""`/start_profile` and `/stop_profile` on one scheduler: torch's profiler around steps.
+
+Writes one Chrome trace per rank. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import ProfileReqInput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+logger = logging.getLogger(__name__)
+
+_ACTIVITIES = {
+    "CPU": torch.profiler.ProfilerActivity.CPU,
+    "GPU": torch.profiler.ProfilerActivity.CUDA,
+}
+
+
+class SchedulerProfiler:
+    """At most one profile at a time."""
+
+    def __init__(self, tp_rank: int, dp_rank: int) -> None:
+        self._rank_name = f"DP{dp_rank}-TP{tp_rank}"
+        self._profiler: Any = None
+        self._request: ProfileReqInput | None = None
+        self._step = 0
+        self._stop_at: int | None = None
+
+    def handle(self, recv: ProfileReqInput) -> tuple[bool, str]:
+        """Start or stop as `recv` says; returns (success, message)."""
+        if recv.start:
+            return self._arm(recv)
+        if self._request is None:
+            return False, "Profiling is not in progress. Call /start_profile first."
+        return True, self._stop()
+
+    def on_step(self, mode: ForwardMode) -> None:
+        """Called before each step: begins and ends a profile that was asked for by step number."""
+        self._step += 1
+        if self._request is None:
+            return
+        if self._profiler is None and self._step >= (self._request.start_step or 0):
+            self._begin()
+        elif self._stop_at is not None and self._step >= self._stop_at:
+            self._stop()
+
+    def _arm(self, recv: ProfileReqInput) -> tuple[bool, str]:
+        if self._request is not None:
+            return False, "Profiling is already in progress. Call /stop_profile first."
+        unknown = [a for a in recv.activities or [] if a not in _ACTIVITIES]
+        if unknown:
+            return False, f"Unknown activities {unknown}; known: {sorted(_ACTIVITIES)}."
+        self._request = recv
+        if recv.start_step is None:
+            self._begin()
+        return True, "Profiling started."
+
+    def _begin(self) -> None:
+        recv = self._request
+        if recv is None:
+            return
+        names = recv.activities or ["CPU", "GPU"]
+        self._profiler = torch.profiler.profile(
+            activities=[_ACTIVITIES[name] for name in names],
+            with_stack=bool(recv.with_stack),
+            record_shapes=bool(recv.record_shapes),
+        )
+        self._profiler.start()
+        self._stop_at = None if recv.num_steps is None else self._step + recv.num_steps
+        logger.info("Profiling started at step %d", self._step)
+
+    def _stop(self) -> str:
+        recv, profiler = self._request, self._profiler
+        self._request = self._profiler = self._stop_at = None
+        if recv is None or profiler is None:
+            return "Profiling stopped before its first step."
+        profiler.stop()
+        default = envs.SGLANG_TORCH_PROFILER_DIR.get() or tempfile.gettempdir()
+        folder = Path(recv.output_dir or default)
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = f"{recv.profile_prefix}-" if recv.profile_prefix else ""
+        stamp = recv.profile_id or str(time.time())
+        path = folder / f"{prefix}{stamp}-{self._rank_name}.trace.json.gz"
+        profiler.export_chrome_trace(str(path))
+        logger.info("Profile written to %s", path)
+        return f"Profile written to {path}."

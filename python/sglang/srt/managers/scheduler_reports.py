@@ -1,0 +1,226 @@
+"""What a scheduler tells the outside about itself: log lines, metrics, `/server_info`, `/v1/loads`.
+
+Reads counters and lengths; changes nothing but its own statistics. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillAdder
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.observability.metrics import SchedulerMetrics, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportFacts:
+    """What does not change while serving."""
+
+    server_args: dict[str, Any]  # resolved arguments, for /server_info
+    memory_usage: dict[str, float]
+    max_running_requests: int
+    decode_log_interval: int
+    dp_rank: int
+    startup_time: float
+    is_logging_rank: bool
+
+
+class SchedulerReports:
+    """Statistics of one scheduler."""
+
+    def __init__(
+        self,
+        facts: ReportFacts,
+        *,
+        tree_cache: BasePrefixCache,
+        allocator: BaseTokenToKVPoolAllocator,
+        results: BatchResultProcessor,
+        metrics: SchedulerMetrics | None,
+        new_token_ratio: NewTokenRatio,
+    ) -> None:
+        self.facts = facts
+        self.tree_cache = tree_cache
+        self.allocator = allocator
+        self.results = results
+        self.metrics = metrics
+        self.new_token_ratio = new_token_ratio
+        self.last_gen_throughput = 0.0
+        self.cache_hit_rate = 0.0
+        self.num_retracted_total = 0
+        self._decode_steps = 0
+        self._window_start = time.perf_counter()
+        self._window_tokens = 0
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def on_prefill(self, batch: ScheduleBatch, adder: PrefillAdder, counts: tuple[int, int]) -> None:
+        """A prefill step was launched. `counts`: running and waiting requests."""
+        seen = adder.hit_tokens + adder.input_tokens
+        self.cache_hit_rate = adder.hit_tokens / seen if seen else 0.0
+        if self.metrics is not None:
+            self.metrics.count_prefill(adder.input_tokens, adder.hit_tokens)
+            self._log_stats(counts)
+        if self.facts.is_logging_rank:
+            logger.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, "
+                "token usage: %.2f, #running-req: %d, #queue-req: %d",
+                len(batch),
+                adder.input_tokens,
+                adder.hit_tokens,
+                self.token_usage,
+                *counts,
+            )
+
+    def on_decode(self, batch: ScheduleBatch, counts: tuple[int, int]) -> None:
+        """The result of a decode step was read."""
+        self._decode_steps += 1
+        if self._decode_steps % self.facts.decode_log_interval:
+            return
+        now = time.perf_counter()
+        generated = self.results.num_generated_tokens - self._window_tokens
+        elapsed = now - self._window_start
+        self.last_gen_throughput = generated / elapsed if elapsed > 0 else 0.0
+        self._start_window(now)
+        if self.metrics is not None:
+            self.metrics.count_decode(generated)
+            self._log_stats(counts)
+        if self.facts.is_logging_rank:
+            logger.info(
+                "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
+                "gen throughput (token/s): %.2f, #queue-req: %d",
+                counts[0],
+                self.num_used_tokens,
+                self.token_usage,
+                self.last_gen_throughput,
+                counts[1],
+            )
+
+    def on_retract(self, retracted: Sequence[Req], new_ratio: float) -> None:
+        """The KV pool ran dry and these requests were sent back to the queue."""
+        self.num_retracted_total += len(retracted)
+        if self.metrics is not None:
+            self.metrics.count_retracted(
+                len(retracted),
+                sum(len(r.origin_input_ids) for r in retracted),
+                sum(len(r.output_ids) for r in retracted),
+            )
+        logger.info(
+            "KV pool is full: retracted %d requests (%s), new token ratio is now %.3f",
+            len(retracted),
+            ", ".join(r.rid for r in retracted[:4]),
+            new_ratio,
+        )
+
+    def on_idle(self) -> None:
+        """The last request has gone."""
+        self.last_gen_throughput = 0.0
+        self._start_window(time.perf_counter())
+        if self.metrics is not None:
+            self._log_stats((0, 0))
+
+    def reset_counters(self) -> None:
+        """Back to zero, as a cache flush demands."""
+        self.results.num_generated_tokens = 0
+        self._decode_steps = 0
+        self._start_window(time.perf_counter())
+
+    def _start_window(self, now: float) -> None:
+        self._window_start = now
+        self._window_tokens = self.results.num_generated_tokens
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Slots that running requests hold: neither free nor merely cached."""
+        free = self.allocator.available_size() + self.tree_cache.evictable_size()
+        return self.allocator.size - free
+
+    @property
+    def token_usage(self) -> float:
+        return self.num_used_tokens / self.allocator.size
+
+    def _log_stats(self, counts: tuple[int, int]) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.log_stats(
+            SchedulerStats(
+                num_running_reqs=counts[0],
+                num_queue_reqs=counts[1],
+                num_used_tokens=self.num_used_tokens,
+                token_usage=self.token_usage,
+                gen_throughput=self.last_gen_throughput,
+                cache_hit_rate=self.cache_hit_rate,
+                kv_available_tokens=self.allocator.available_size(),
+                kv_evictable_tokens=self.tree_cache.evictable_size(),
+                new_token_ratio=self.new_token_ratio.value,
+            )
+        )
+
+    def internal_state(self) -> dict[str, Any]:
+        """One entry of `/server_info`'s `internal_states`."""
+        return {
+            **self.facts.server_args,
+            "last_gen_throughput": self.last_gen_throughput,
+            "memory_usage": self.facts.memory_usage,
+            "effective_max_running_requests_per_dp": self.facts.max_running_requests,
+            "startup_time": self.facts.startup_time,
+            "num_retracted_requests_total": self.num_retracted_total,
+        }
+
+    def load(
+        self,
+        *,
+        running: Sequence[Req],
+        waiting: Sequence[Req],
+        num_grammar: int,
+        is_paused: bool,
+    ) -> dict[str, Any]:
+        """One entry of `/v1/loads`."""
+        used = self.num_used_tokens
+        waiting_tokens = sum(len(r.origin_input_ids) + len(r.output_ids) for r in waiting)
+        num_retracted = sum(r.num_retractions > 0 for r in waiting)
+        return {
+            "timestamp": time.time(),
+            "dp_rank": self.facts.dp_rank,
+            "num_running_reqs": len(running),
+            "num_waiting_reqs": len(waiting) + num_grammar,
+            "num_waiting_uncached_tokens": waiting_tokens,
+            "num_used_tokens": used,
+            "num_total_tokens": used + waiting_tokens,
+            "num_active_tokens": sum(r.seq_len for r in running),
+            "max_total_num_tokens": self.allocator.size,
+            "max_running_requests": self.facts.max_running_requests,
+            "token_usage": used / self.allocator.size,
+            "gen_throughput": self.last_gen_throughput,
+            "cache_hit_rate": self.cache_hit_rate,
+            "utilization": len(running) / self.facts.max_running_requests,
+            "memory": {
+                "weight_gb": self.facts.memory_usage["weight"],
+                "kv_cache_gb": self.facts.memory_usage["kv_cache"],
+                "graph_gb": self.facts.memory_usage["graph"],
+                "token_capacity": self.allocator.size,
+            },
+            "queues": {
+                "waiting": len(waiting),
+                "grammar": num_grammar,
+                "paused": len(running) if is_paused else 0,
+                "retracted": num_retracted,
+            },
+        }
+
+    @staticmethod
+    def freeze_gc() -> None:
+        """Take all objects alive now out of the garbage collector's sight."""
+        gc.collect()
+        gc.freeze()

@@ -1,0 +1,164 @@
+"""Control requests of the front: one message to every data-parallel replica, one reply from each.
+
+`TokenizerControl` owns the table of outstanding control ids. It is handed a function that sends a
+message to all replicas; the tokenizer manager's receive loop feeds it the replies. Replies are
+matched by `control_id`, never by order. Event loop thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    ControlReqInput,
+    ControlReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    FreezeGCReqInput,
+    GetInternalStateReqInput,
+    GetInternalStateReqOutput,
+    GetLoadsReqInput,
+    GetLoadsReqOutput,
+    PauseGenerationReqInput,
+    PingReqInput,
+    ProfileReqInput,
+    SetInternalStateReqInput,
+    SetInternalStateReqOutput,
+    SlowDownReqInput,
+    UpdateWeightVersionReqInput,
+)
+from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pending:
+    replies: dict[int, ControlReqOutput]  # by data-parallel rank
+    future: asyncio.Future[list[ControlReqOutput]]
+
+
+def merge_messages(replies: Sequence[ControlReqOutput]) -> str:
+    """The replies' messages as one text, each once, in rank order."""
+    return " | ".join(dict.fromkeys(reply.message for reply in replies if reply.message))
+
+
+def require_success(replies: Sequence[ControlReqOutput], what: str) -> None:
+    """Raise RequestError with the schedulers' reason unless every reply is a success."""
+    if not all(reply.success for reply in replies):
+        failed = [reply for reply in replies if not reply.success]
+        raise RequestError(merge_messages(failed) or f"{what} failed.")
+
+
+class TokenizerControl:
+    """Sends control requests and gathers their replies."""
+
+    def __init__(self, send_to_all: Callable[[Any], None], dp_size: int) -> None:
+        self._send_to_all = send_to_all
+        self._dp_size = dp_size
+        self._pending: dict[str, _Pending] = {}
+
+    # -- mechanism ------------------------------------------------------------------------------
+
+    async def request(self, message: ControlReqInput, timeout_s: float | None = None) -> list[Any]:
+        """Send to all replicas; return their replies in rank order.
+
+        Raises EngineUnavailableError when one does not answer within `timeout_s` (default
+        `SGLANG_CONTROL_TIMEOUT`) or a scheduler dies meanwhile.
+        """
+        limit_s = envs.SGLANG_CONTROL_TIMEOUT.get() if timeout_s is None else timeout_s
+        message.control_id = control_id = uuid.uuid4().hex
+        pending = _Pending({}, asyncio.get_running_loop().create_future())
+        self._pending[control_id] = pending
+        try:
+            self._send_to_all(message)
+            async with asyncio.timeout(limit_s):
+                return await pending.future
+        except TimeoutError:
+            missing = sorted(set(range(self._dp_size)) - set(pending.replies))
+            raise EngineUnavailableError(
+                f"{type(message).__name__}: no reply within {limit_s:g} s from data-parallel "
+                f"rank(s) {missing}.",
+                status_code=504,
+            ) from None
+        finally:
+            del self._pending[control_id]
+
+    def on_reply(self, reply: ControlReqOutput) -> None:
+        """Take in one reply; called by the receive loop."""
+        pending = self._pending.get(reply.control_id or "")
+        if pending is None:  # its requester gave up
+            logger.warning("Dropped a late %s", type(reply).__name__)
+            return
+        pending.replies[reply.dp_rank] = reply
+        if len(pending.replies) == self._dp_size and not pending.future.done():
+            pending.future.set_result([pending.replies[r] for r in sorted(pending.replies)])
+
+    def fail_all(self, message: str) -> None:
+        """Wake every requester with an error: the engine is gone."""
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(EngineUnavailableError(message))
+
+    # -- requests -------------------------------------------------------------------------------
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
+        """Empty the caches of all replicas, waiting up to `timeout_s` for an idle moment."""
+        # The schedulers keep the deadline; this side only guards against one that hangs.
+        replies = await self.request(
+            FlushCacheReqInput(timeout_s=timeout_s), timeout_s + envs.SGLANG_CONTROL_TIMEOUT.get()
+        )
+        success = all(reply.success for reply in replies)
+        failed = [reply for reply in replies if reply.success == success]
+        return FlushCacheReqOutput(success=success, message=merge_messages(failed))
+
+    async def ping(self, timeout_s: float) -> None:
+        """Return when every replica's loop has answered."""
+        await self.request(PingReqInput(), timeout_s)
+
+    async def pause(self, mode: str) -> None:
+        require_success(await self.request(PauseGenerationReqInput(mode=mode)), "Pause")
+
+    async def resume(self, torch_empty_cache: bool) -> None:
+        message = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
+        require_success(await self.request(message), "Continue")
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        """One dict per replica, see `/server_info`."""
+        replies: list[GetInternalStateReqOutput] = await self.request(GetInternalStateReqInput())
+        return [reply.internal_state for reply in replies]
+
+    async def set_internal_state(self, server_args: dict[str, Any]) -> list[bool]:
+        """Whether each replica changed anything."""
+        replies: list[SetInternalStateReqOutput] = await self.request(
+            SetInternalStateReqInput(server_args=server_args)
+        )
+        return [reply.updated for reply in replies]
+
+    async def get_loads(self) -> list[dict[str, Any]]:
+        """One load report per replica, with its `dp_rank`."""
+        replies: list[GetLoadsReqOutput] = await self.request(GetLoadsReqInput())
+        return [{"dp_rank": reply.dp_rank, **reply.load} for reply in replies]
+
+    async def profile(self, message: ProfileReqInput) -> None:
+        require_success(await self.request(message), "Profiling")
+
+    async def slow_down(self, forward_sleep_time: float | None) -> None:
+        message = SlowDownReqInput(forward_sleep_time=forward_sleep_time)
+        require_success(await self.request(message), "Slow down")
+
+    async def freeze_gc(self) -> None:
+        require_success(await self.request(FreezeGCReqInput()), "Freezing the collector")
+
+    async def update_weight_version(self, new_version: str, abort_all_requests: bool) -> None:
+        message = UpdateWeightVersionReqInput(
+            new_version=new_version, abort_all_requests=abort_all_requests
+        )
+        require_success(await self.request(message), "Weight version update")

@@ -1,0 +1,815 @@
+"""The front's engine client: tokenises, sends requests to the schedulers, follows their answers.
+
+`TokenizerManager` owns the table of live requests (`rid_to_state`), the pause state, the
+reader/writer lock of weight updates and the data-parallel dispatch. Control requests that carry no
+such state are in `TokenizerControl` (`.control`), request splitting in `request_normalizer`,
+rendering in `request_state`. It runs on one asyncio loop: the HTTP server's or the offline
+Engine's; prompts longer than a few kilobytes are tokenised on a thread pool.
+
+A request: split and checked -> registered -> tokenised -> held while the engine is paused -> sent
+(reader lock held from here on) -> answers absorbed -> last answer rendered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import time
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from enum import Enum
+from typing import Any, Protocol
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchStrOutput,
+    BatchTokenizedGenerateReqInput,
+    ConfigureLoggingReq,
+    ContinueGenerationReqInput,
+    ControlReqOutput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ProfileReqInput,
+    RequestOutput,
+    SchedulerReady,
+    TokenizedGenerateReqInput,
+    UpdateWeightVersionReqInput,
+    new_rid,
+)
+from sglang.srt.managers.ipc import AsyncPullChannel, PushChannel
+from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
+from sglang.srt.managers.request_logger import RequestLogger
+from sglang.srt.managers.request_normalizer import SingleRequest, SplitRequest, split_request
+from sglang.srt.managers.request_state import OutputListener, Phase, ReqState
+from sglang.srt.managers.tokenizer_control import TokenizerControl
+from sglang.srt.observability.metrics import TokenizerMetrics
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.async_lock import RWLock
+from sglang.srt.utils.common import parse_json_object
+from sglang.srt.utils.tokenizer import BaseTokenizer, get_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Text up to this length is tokenised on the event loop: under half a millisecond.
+_INLINE_CHARS = 2048
+# How often a waiting handler looks whether its client is still there, seconds.
+_DISCONNECT_POLL_S = 1.0
+# How often an abort-mode pause repeats its abort until nothing is in flight, seconds.
+_PAUSE_ABORT_PERIOD_S = 1.0
+_PAUSE_MODES = ("abort", "retract", "in_place")
+HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
+
+_ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+class ServerStatus(Enum):
+    """What the health endpoints report."""
+
+    Up = "Up"
+    Starting = "Starting"
+    UnHealthy = "UnHealthy"
+
+
+class ClientConnection(Protocol):
+    """The part of an HTTP request object that is used here."""
+
+    async def is_disconnected(self) -> bool: ...
+
+
+class TokenizerManager:
+    """See the module docstring.
+
+    Attributes used by others: `server_args`, `model_path`, `served_model_name`, `weight_version`,
+    `tokenizer` (None with --skip-tokenizer-init), `context_len`, `vocab_size`, `scheduler_infos`,
+    `rid_to_state`, `server_status`, `is_pause`, `control`, `last_receive_time` (monotonic).
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, port_args: PortArgs, scheduler_infos: list[SchedulerReady]
+    ) -> None:
+        self.server_args = server_args
+        self.model_path = server_args.model_path
+        self.served_model_name = server_args.served_model_name or server_args.model_path
+        self.weight_version = server_args.weight_version
+        self.scheduler_infos = scheduler_infos
+        info = scheduler_infos[0]
+        self.context_len = info.context_len
+        self.max_req_input_len = info.max_req_input_len
+        self.vocab_size = info.vocab_size
+        self.tokenizer: BaseTokenizer | None = None
+        if not server_args.skip_tokenizer_init:
+            self.tokenizer = get_tokenizer(
+                server_args.tokenizer_path or server_args.model_path,
+                tokenizer_mode=server_args.tokenizer_mode,
+                trust_remote_code=server_args.trust_remote_code,
+                revision=server_args.revision,
+            )
+        self.preferred_sampling = _parse_preferred(server_args.preferred_sampling_params)
+
+        self.server_status = ServerStatus.Starting
+        self.gracefully_exit = False
+        self.dead_message: str | None = None  # why the engine can no longer answer
+        self.rid_to_state: dict[str, ReqState] = {}
+        self.is_pause = False
+        self.is_pause_cond = asyncio.Condition()
+        self._pause_mode: str | None = None
+        self.model_update_lock = RWLock()
+        self.last_receive_time = time.monotonic()
+        self._received = asyncio.Event()  # replaced at each message: "anything since now"
+        self.request_logger = RequestLogger(
+            server_args.log_requests,
+            server_args.log_requests_level,
+            server_args.log_requests_format,
+        )
+        # Set by the server when it reports metrics.
+        self.metrics: TokenizerMetrics | None = None
+
+        self._pull = AsyncPullChannel(port_args.tokenizer_ipc_name)
+        self._push = [PushChannel(address) for address in port_args.scheduler_input_ipc_names]
+        self._num_sent = Counter[int]()  # live requests by data-parallel rank
+        self._next_rank = 0
+        self.control = TokenizerControl(self._send_to_all, len(self._push))
+        self._handle_loop: asyncio.Task[None] | None = None
+        self.event_loop: asyncio.AbstractEventLoop | None = None  # the one that it runs on
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- generation -----------------------------------------------------------------------------
+
+    async def generate_request(
+        self,
+        obj: GenerateReqInput,
+        request: ClientConnection | None = None,
+        *,
+        incremental: bool | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Serve one client request.
+
+        Not streaming: yields once, a dict or (batch, n > 1) a list of dicts. Streaming: yields a
+        dict per chunk with `index` in batches; cumulative, or only what is new if `incremental`
+        (None: as `--incremental-streaming-output` says).
+        Leaving the generator early aborts what is still running. Raises RequestError.
+        """
+        created = time.time()
+        self.auto_create_handle_loop()
+        self._check_alive()
+        split = split_request(obj, self.preferred_sampling)
+        self._check_singles(split.singles)
+        self.request_logger.log_received(obj)
+        states = self._register(obj, split, created)
+        is_holding_lock = False
+        answers: list[dict[str, Any]] = []
+        try:
+            await self._tokenize(states)
+            await self._acquire_dispatch(states, request)
+            is_holding_lock = True
+            if split.num_samples > 1:
+                await self._warm_prefixes(states, split.num_samples, request)
+                await self._hold_while_paused(states, request)
+            self._dispatch(states, split.num_samples, stream=obj.stream)
+            if obj.stream:
+                if incremental is None:
+                    incremental = self.server_args.incremental_streaming_output
+                async for chunk in self._stream(states, split.is_list, request, incremental):
+                    yield chunk
+            else:
+                answers = await self._wait_all(states, request)
+        finally:
+            if is_holding_lock:
+                self.model_update_lock.release_reader()
+            self._unregister(states)
+        self._account(obj, states)
+        if not obj.stream:
+            yield answers if split.is_list else answers[0]
+
+    def _check_alive(self) -> None:
+        if self.dead_message is not None:
+            raise EngineUnavailableError(self.dead_message)
+        if self.gracefully_exit:
+            raise EngineUnavailableError("The server is shutting down.")
+
+    def _check_singles(self, singles: list[SingleRequest]) -> None:
+        """Range checks that need no tokens. Raises RequestError."""
+        max_top = min(self.vocab_size, envs.SGLANG_MAX_TOP_LOGPROBS.get())
+        checked: set[int] = set()
+        for single in singles:
+            params = single.sampling_params
+            if id(params) not in checked:
+                checked.add(id(params))
+                self._check_sampling(params)
+            if not 0 <= single.top_logprobs_num <= max_top:
+                raise RequestError(
+                    f"top_logprobs_num must be in [0, {max_top}], got {single.top_logprobs_num}."
+                )
+            self._check_token_ids("token_ids_logprob", single.token_ids_logprob or ())
+            rank = single.routed_dp_rank
+            if rank is not None and not 0 <= rank < len(self._push):
+                raise RequestError(
+                    f"routed_dp_rank must be in [0, {len(self._push) - 1}], got {rank}."
+                )
+            if single.return_hidden_states and not self.server_args.enable_return_hidden_states:
+                raise RequestError(
+                    "return_hidden_states needs a server started with "
+                    "--enable-return-hidden-states."
+                )
+            if single.text is not None and self.tokenizer is None:
+                raise RequestError(
+                    "This server runs with --skip-tokenizer-init: send input_ids, not text."
+                )
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        try:
+            params.verify(self.vocab_size)
+            params.normalize()
+        except ValueError as exc:
+            raise RequestError(str(exc)) from exc
+        if self.tokenizer is None and (params.stop_strs or params.stop_regex_strs):
+            raise RequestError(
+                "stop and stop_regex need a tokenizer: the server has --skip-tokenizer-init."
+            )
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        ids = token_ids if isinstance(token_ids, (list, tuple, array)) else list(token_ids)
+        if not ids:
+            return
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            raise RequestError(
+                f"{name} must hold token ids in [0, {self.vocab_size - 1}], "
+                f"got {low if low < 0 else high}."
+            )
+
+    def _register(
+        self, obj: GenerateReqInput, split: SplitRequest, created: float
+    ) -> list[ReqState]:
+        """Enter all requests in the table, or none. Raises RequestError on a duplicate id."""
+        for single in split.singles:
+            if single.rid in self.rid_to_state:
+                raise RequestError(f"Duplicate request ID detected: {single.rid}")
+        text_of = None
+        if obj.return_text_in_logprobs and self.tokenizer is not None:
+            text_of = self.tokenizer.token_text
+        listener = OutputListener()
+        states = [
+            ReqState(
+                single,
+                listener,
+                created=created,
+                text_of=text_of,
+                return_prompt_token_ids=obj.return_prompt_token_ids,
+            )
+            for single in split.singles
+        ]
+        self.rid_to_state.update((state.rid, state) for state in states)
+        return states
+
+    def _unregister(self, states: list[ReqState]) -> None:
+        """Drop the requests from the table; abort those that still run."""
+        for state in states:
+            if self.rid_to_state.get(state.rid) is state:
+                del self.rid_to_state[state.rid]
+            if state.phase is Phase.SENT:
+                self._send_abort(state, None)
+                state.phase = Phase.FINISHED
+            self._forget_sent(state)
+
+    def _account(self, obj: GenerateReqInput, states: list[ReqState]) -> None:
+        """Metrics and logs of a request that ran to its end."""
+        if self.metrics is not None and obj.log_metrics:
+            for state in states:
+                self.metrics.observe_request(
+                    state,
+                    obj.stream,
+                    obj.custom_labels,
+                    has_grammar=state.single.sampling_params.grammar is not None,
+                )
+        logs = self.request_logger
+        if (logs.enabled or logs.dump_folder is not None) and not obj.no_logs:
+            logs.log_finished(obj, [self._render(state, False) for state in states])
+
+    # -- tokenising -----------------------------------------------------------------------------
+
+    async def _tokenize(self, states: list[ReqState]) -> None:
+        """Fill `prompt_ids`, checked. Texts shared by samples are encoded once."""
+        texts = list(dict.fromkeys(s.single.text for s in states if s.single.text is not None))
+        ids_of: dict[str, array[int]] = {}
+        if texts:
+            encoded = await self.encode(texts)
+            ids_of = {text: array("i", ids) for text, ids in zip(texts, encoded)}
+        by_source: dict[int, array[int]] = {}
+        for state in states:
+            single = state.single
+            if single.text is not None:
+                ids = ids_of[single.text]
+            elif id(single.input_ids) in by_source:
+                ids = by_source[id(single.input_ids)]
+            else:
+                self._check_token_ids("input_ids", single.input_ids or ())
+                ids = by_source[id(single.input_ids)] = array("i", single.input_ids or ())
+            state.prompt_ids = self._fit_prompt(ids)
+            self._check_lengths(state)
+
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts; long ones on the thread pool. Raises RequestError."""
+        if self.tokenizer is None:
+            raise RequestError("This server runs with --skip-tokenizer-init: send token ids.")
+        if sum(map(len, texts)) <= _INLINE_CHARS:
+            return self.tokenizer.encode_batch(texts, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, self.tokenizer.encode_batch, texts, add_special_tokens
+        )
+
+    def _fit_prompt(self, ids: array[int]) -> array[int]:
+        """The prompt, cut where the server may cut. Raises RequestError when empty or too long."""
+        if not ids:
+            raise RequestError("The prompt is empty: it holds no tokens.")
+        limit = min(self.context_len - 1, self.max_req_input_len)
+        if len(ids) <= limit:
+            return ids
+        if self.server_args.allow_auto_truncate:
+            logger.warning("Cut a prompt of %d tokens to %d", len(ids), limit)
+            return ids[:limit]
+        if len(ids) >= self.context_len:
+            raise RequestError(
+                f"The input ({len(ids)} tokens) is longer than the model's context length "
+                f"({self.context_len} tokens)."
+            )
+        raise RequestError(
+            f"The input ({len(ids)} tokens) is longer than the {limit} tokens that this server's "
+            "KV cache can hold for one request."
+        )
+
+    def _check_lengths(self, state: ReqState) -> None:
+        """Checks and cuts that need the prompt's length."""
+        single, num_prompt = state.single, len(state.prompt_ids)
+        if single.return_logprob and single.logprob_start_len > num_prompt:
+            raise RequestError(
+                f"logprob_start_len ({single.logprob_start_len}) is beyond the prompt "
+                f"({num_prompt} tokens)."
+            )
+        if single.logprob_start_len < -1:
+            raise RequestError(f"logprob_start_len must be >= -1, got {single.logprob_start_len}.")
+        room = self.context_len - num_prompt
+        params = single.sampling_params
+        if params.max_new_tokens is None:
+            single.sampling_params = dataclasses.replace(params, max_new_tokens=room)
+        elif params.max_new_tokens > room:
+            if not self.server_args.allow_auto_truncate:
+                raise RequestError(
+                    f"The request needs {num_prompt + params.max_new_tokens} tokens "
+                    f"({num_prompt} of the prompt and {params.max_new_tokens} new ones), but the "
+                    f"model's context length is {self.context_len} tokens."
+                )
+            single.sampling_params = dataclasses.replace(params, max_new_tokens=room)
+        if single.sampling_params.min_new_tokens > room:
+            raise RequestError(
+                f"min_new_tokens ({params.min_new_tokens}) does not fit in the context: the prompt "
+                f"leaves room for {room} tokens."
+            )
+
+    # -- dispatch -------------------------------------------------------------------------------
+
+    async def _hold_while_paused(
+        self, states: list[ReqState], request: ClientConnection | None
+    ) -> None:
+        """Return when generation may go on, or when all of `states` were aborted meanwhile."""
+        while self.is_pause and not all(state.is_finished for state in states):
+            try:
+                async with asyncio.timeout(_DISCONNECT_POLL_S), self.is_pause_cond:
+                    if self.is_pause:
+                        await self.is_pause_cond.wait()
+            except TimeoutError:
+                await self._check_connected(request)
+        self._check_alive()
+
+    async def _acquire_dispatch(
+        self, states: list[ReqState], request: ClientConnection | None
+    ) -> None:
+        """Return with the reader lock held, at a moment at which requests may be sent."""
+        while True:
+            await self._hold_while_paused(states, request)
+            await self.model_update_lock.acquire_reader()
+            if not self.is_pause or all(state.is_finished for state in states):
+                return
+            self.model_update_lock.release_reader()
+
+    def _dispatch(self, states: list[ReqState], num_samples: int, stream: bool) -> None:
+        """Send all requests that were not aborted while held; one message per replica."""
+        by_rank: dict[int, list[TokenizedGenerateReqInput]] = {}
+        now = time.time()
+        rank = 0
+        for position, state in enumerate(states):
+            if state.phase is not Phase.HELD:
+                continue
+            if position % num_samples == 0 or state.single.routed_dp_rank is not None:
+                rank = self._choose_rank(state.single)
+            self._mark_sent(state, rank, now)
+            by_rank.setdefault(rank, []).append(self._tokenized(state, stream))
+        for rank, requests in by_rank.items():
+            if len(requests) == 1:
+                self._push[rank].send(requests[0])
+            else:
+                self._push[rank].send(BatchTokenizedGenerateReqInput(requests=requests))
+
+    def _choose_rank(self, single: SingleRequest) -> int:
+        """The replica that the client names, else the one with the fewest live requests."""
+        if single.routed_dp_rank is not None:
+            return single.routed_dp_rank
+        num_ranks = len(self._push)
+        order = [(self._next_rank + i) % num_ranks for i in range(num_ranks)]
+        rank = min(order, key=lambda r: self._num_sent[r])
+        self._next_rank = (rank + 1) % num_ranks
+        return rank
+
+    def _mark_sent(self, state: ReqState, rank: int, now: float) -> None:
+        state.phase = Phase.SENT
+        state.dispatched_time = now
+        state.dp_rank = rank if len(self._push) > 1 else None
+        state.sent_rank = rank
+        self._num_sent[rank] += 1
+
+    def _forget_sent(self, state: ReqState) -> None:
+        if state.sent_rank is not None:
+            self._num_sent[state.sent_rank] -= 1
+            state.sent_rank = None
+
+    def _tokenized(self, state: ReqState, stream: bool) -> TokenizedGenerateReqInput:
+        single = state.single
+        return TokenizedGenerateReqInput(
+            rid=state.rid,
+            input_ids=state.prompt_ids,
+            sampling_params=single.sampling_params,
+            stream=stream,
+            return_logprob=single.return_logprob,
+            logprob_start_len=single.logprob_start_len,
+            top_logprobs_num=single.top_logprobs_num,
+            token_ids_logprob=single.token_ids_logprob,
+            return_hidden_states=bool(single.return_hidden_states),
+            extra_key=single.extra_key,
+            priority=single.priority,
+            received_time=state.created,
+            is_health_check=state.rid.startswith(HEALTH_CHECK_RID_PREFIX),
+            skip_tokenizer=self.tokenizer is None,
+        )
+
+    async def _warm_prefixes(
+        self, states: list[ReqState], num_samples: int, request: ClientConnection | None
+    ) -> None:
+        """Compute each prompt once, with no new tokens, so that its samples share the prefix."""
+        if self.server_args.disable_radix_cache:
+            return
+        warm: list[ReqState] = []
+        listener = OutputListener()
+        for first in states[::num_samples]:
+            if first.phase is not Phase.HELD or len(first.prompt_ids) < 2:
+                continue
+            single = dataclasses.replace(
+                first.single,
+                rid=new_rid(),
+                sampling_params=SamplingParams(max_new_tokens=0),
+                return_logprob=False,
+                return_hidden_states=False,
+            )
+            single.sampling_params.normalize()
+            state = ReqState(single, listener, created=first.created)
+            state.prompt_ids = first.prompt_ids
+            warm.append(state)
+        self.rid_to_state.update((state.rid, state) for state in warm)
+        try:
+            self._dispatch(warm, 1, stream=False)
+            await self._wait_finished(warm, request)
+        finally:
+            self._unregister(warm)
+
+    # -- following answers ----------------------------------------------------------------------
+
+    async def _next_news(
+        self, listener: OutputListener, request: ClientConnection | None
+    ) -> ReqState:
+        """The next state with news. Raises RequestError when the client is gone."""
+        while True:
+            state = await listener.next(_DISCONNECT_POLL_S)
+            if state is not None:
+                return state
+            await self._check_connected(request)
+
+    async def _check_connected(self, request: ClientConnection | None) -> None:
+        if request is not None and await request.is_disconnected():
+            raise RequestError("The client disconnected.", status_code=499)
+
+    async def _wait_finished(
+        self, states: list[ReqState], request: ClientConnection | None
+    ) -> None:
+        """Return when all have finished. Raises RequestError for one that failed."""
+        for state in states:  # ended while held
+            state.is_counted = state.is_finished
+            self._raise_failure(state)
+        listener = states[0].listener if states else OutputListener()
+        remaining = sum(not state.is_counted for state in states)
+        while remaining:
+            state = await self._next_news(listener, request)
+            if state.is_finished and not state.is_counted:
+                state.is_counted = True
+                remaining -= 1
+                self._raise_failure(state)
+
+    async def _wait_all(
+        self, states: list[ReqState], request: ClientConnection | None
+    ) -> list[dict[str, Any]]:
+        await self._wait_finished(states, request)
+        return [self._render(state, False) for state in states]
+
+    async def _stream(
+        self,
+        states: list[ReqState],
+        is_list: bool,
+        request: ClientConnection | None,
+        incremental: bool,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Chunks in the order in which news arrive; slow readers get merged chunks."""
+        for state in states:  # aborted while held: they never send anything
+            if state.is_finished:
+                state.listener.notify(state)
+        remaining = len(states)
+        listener = states[0].listener
+        while remaining:
+            state = await self._next_news(listener, request)
+            if state.is_counted:
+                continue
+            if state.is_finished:
+                state.is_counted = True
+                remaining -= 1
+                self._raise_failure(state)
+            chunk = self._render(state, incremental)
+            if is_list:
+                chunk["index"] = state.single.index
+            yield chunk
+
+    def _raise_failure(self, state: ReqState) -> None:
+        """Raise for a request that the engine refused; a client's own abort is an answer."""
+        reason = state.finish_reason
+        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+            raise RequestError(
+                reason.get("message") or "The request failed.",
+                status_code=int(reason["status_code"]),
+                err_type=reason.get("err_type"),
+            )
+
+    def _render(self, state: ReqState, incremental: bool) -> dict[str, Any]:
+        return state.render(
+            with_text=self.tokenizer is not None,
+            incremental=incremental,
+            with_timings=self.server_args.enable_metrics,
+            weight_version=self.weight_version,
+        )
+
+    # -- receive loop ---------------------------------------------------------------------------
+
+    def auto_create_handle_loop(self) -> None:
+        """Start following the engine's messages on the running loop, once.
+
+        An offline caller may use one loop after the other (`asyncio.run` twice): the task of a
+        loop that no longer runs would leave every answer unread.
+        """
+        loop = asyncio.get_running_loop()
+        task = self._handle_loop
+        if task is None or task.done() or task.get_loop() is not loop:
+            self._handle_loop = loop.create_task(self._handle_messages())
+
+    async def _handle_messages(self) -> None:
+        try:
+            while True:
+                for message in await self._pull.recv_all():
+                    self._handle(message)
+                self._note_received()
+        except asyncio.CancelledError:
+            raise
+        except Exception as exc:
+            logger.exception("The front's receive loop failed")
+            self.mark_dead(f"The server's receive loop failed: {exc}")
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, BatchStrOutput):
+            now = time.time()
+            for output in message.outputs:
+                self._absorb(output, now)
+        elif isinstance(message, ControlReqOutput):
+            self.control.on_reply(message)
+        else:
+            logger.error("The front cannot handle a %s", type(message).__name__)
+
+    def _absorb(self, output: RequestOutput, now: float) -> None:
+        state = self.rid_to_state.get(output.rid)
+        if state is None or state.is_finished:
+            return  # its client left, or it was a health probe that is no longer waited for
+        previous = state.last_token_time
+        state.absorb(output, now)
+        if self.metrics is not None and previous and output.new_token_ids:
+            self.metrics.observe_inter_token(now - previous, len(output.new_token_ids))
+        if state.is_finished:
+            # The id is free again from the moment on at which the engine is done with it.
+            del self.rid_to_state[state.rid]
+            self._forget_sent(state)
+
+    def _note_received(self) -> None:
+        self.last_receive_time = time.monotonic()
+        event, self._received = self._received, asyncio.Event()
+        event.set()
+
+    async def wait_received(self, timeout_s: float) -> bool:
+        """Whether any message of the engine arrived within `timeout_s` from now."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._received.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def mark_dead(self, message: str) -> None:
+        """The engine is gone: fail every waiting request and control call. Loop thread only."""
+        if self.dead_message is not None:
+            return
+        logger.error("%s: failing %d requests", message, len(self.rid_to_state))
+        self.dead_message = message
+        self.server_status = ServerStatus.UnHealthy
+        reason = {
+            "type": "abort",
+            "message": message,
+            "status_code": 503,
+            "err_type": "EngineUnavailable",
+        }
+        for state in list(self.rid_to_state.values()):
+            state.finish(reason, time.time())
+        self.control.fail_all(message)
+        self._spawn(self._wake_held())
+
+    async def _wake_held(self) -> None:
+        """Let requests that are held by a pause see that the engine is gone."""
+        async with self.is_pause_cond:
+            self.is_pause = False
+            self.is_pause_cond.notify_all()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- abort, pause, update -------------------------------------------------------------------
+
+    def _send_to_all(self, message: Any) -> None:
+        self.auto_create_handle_loop()
+        self._check_alive()
+        for push in self._push:
+            push.send(message)
+
+    def _send_abort(self, state: ReqState, abort_message: str | None) -> None:
+        if state.sent_rank is not None:
+            self._push[state.sent_rank].send(
+                AbortReq(rid=state.rid, exact=True, abort_message=abort_message)
+            )
+
+    def abort_request(
+        self, rid: str = "", abort_all: bool = False, abort_message: str | None = None
+    ) -> None:
+        """Abort all requests, or those whose id starts with `rid`. Unknown ids are ignored."""
+        if not rid and not abort_all:
+            return
+        hit = [
+            state for state in self.rid_to_state.values() if abort_all or state.rid.startswith(rid)
+        ]
+        for state in hit:
+            if state.phase is Phase.HELD:
+                self._finish_held(state, abort_message)
+        if any(state.phase is Phase.SENT for state in hit) or abort_all:
+            message = AbortReq(rid=rid, abort_all=abort_all, abort_message=abort_message)
+            for push in self._push:
+                push.send(message)
+
+    def _finish_held(self, state: ReqState, abort_message: str | None) -> None:
+        """End a request that no scheduler knows yet."""
+        message = abort_message or "Abort in waiting queue"
+        state.finish({**_ABORTED, "message": message}, time.time())
+        # Its handler may be held by a pause: let it look.
+        self._spawn(self._notify_held())
+
+    async def _notify_held(self) -> None:
+        async with self.is_pause_cond:
+            self.is_pause_cond.notify_all()
+
+    async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
+        """Stop generating; new requests are held. Raises RequestError on an unknown mode.
+
+        `abort` ends what is in flight and returns when nothing is; `retract` and `in_place`
+        return when every scheduler has stopped stepping.
+        """
+        if obj.mode not in _PAUSE_MODES:
+            raise RequestError(f"mode must be one of {', '.join(_PAUSE_MODES)}, got {obj.mode!r}.")
+        self.auto_create_handle_loop()
+        self._check_alive()
+        async with self.is_pause_cond:
+            self.is_pause = True
+            if obj.mode != "abort":
+                self._pause_mode = obj.mode
+                await self.control.pause(obj.mode)
+                return
+            was_stopped, self._pause_mode = self._pause_mode is not None, None
+        await self._drain(was_stopped)
+
+    async def _drain(self, was_stopped: bool) -> None:
+        """Abort until no sent request is left. Stopped schedulers must step once more for that."""
+        self._abort_sent()
+        if was_stopped:
+            await self.control.resume(torch_empty_cache=False)
+        while self.is_pause and any(s.phase is Phase.SENT for s in self.rid_to_state.values()):
+            self._abort_sent()
+            await self.wait_received(_PAUSE_ABORT_PERIOD_S)
+            self._check_alive()
+
+    def _abort_sent(self) -> None:
+        """Abort everything that schedulers know, not what is held for the time after."""
+        for push in self._push:
+            push.send(AbortReq(abort_all=True))
+
+    async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
+        """End a pause and let held requests go. Harmless when not paused."""
+        async with self.is_pause_cond:
+            await self.control.resume(obj.torch_empty_cache)
+            self.is_pause = False
+            self._pause_mode = None
+            self.is_pause_cond.notify_all()
+
+    @asynccontextmanager
+    async def weight_update_guard(self, abort_all_requests: bool = False) -> AsyncIterator[None]:
+        """Around a weight update: nothing is generated under half of the new weights.
+
+        Waits for the requests in flight, later ones queue behind; while paused the update starts
+        at once and `continue_generation` waits for it.
+        """
+        if abort_all_requests:
+            self.abort_request(abort_all=True)
+        async with self.is_pause_cond:
+            if self.is_pause:
+                yield
+                return
+        async with self.model_update_lock.writer_lock():
+            yield
+
+    async def update_weight_version(self, obj: UpdateWeightVersionReqInput) -> None:
+        """Stamp a new label on the weights in use; returns when every scheduler has it."""
+        if obj.abort_all_requests:
+            self.abort_request(abort_all=True)
+        await self.control.update_weight_version(obj.new_version, obj.abort_all_requests)
+        self.weight_version = obj.new_version
+
+    # -- other controls -------------------------------------------------------------------------
+
+    async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
+        """See `TokenizerControl.flush_cache`."""
+        return await self.control.flush_cache(timeout_s)
+
+    async def start_profile(self, **options: Any) -> None:
+        """Start torch's profiler in the schedulers; options as in ProfileReqInput."""
+        await self.control.profile(ProfileReqInput(start=True, **options))
+
+    async def stop_profile(self) -> None:
+        await self.control.profile(ProfileReqInput(start=False))
+
+    def configure_logging(self, obj: ConfigureLoggingReq) -> None:
+        """Change what is logged. Raises RequestError."""
+        try:
+            self.request_logger.configure(obj)
+        except ValueError as exc:
+            raise RequestError(str(exc)) from exc
+
+    @staticmethod
+    def freeze_gc() -> None:
+        """Exempt everything alive in this process from garbage collection."""
+        gc.collect()
+        gc.freeze()
+
+    def close(self) -> None:
+        """Stop following messages and close the channels."""
+        if self._handle_loop is not None:
+            self._handle_loop.cancel()
+            self._handle_loop = None
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pull.close()
+        for push in self._push:
+            push.close()
+
+
+def _parse_preferred(text: str | None) -> dict[str, Any] | None:
+    """`--preferred-sampling-params`, checked at start-up. Raises ValueError."""
+    if not text:
+        return None
+    values = parse_json_object(text, "--preferred-sampling-params")
+    SamplingParams.from_dict(values)
+    return values

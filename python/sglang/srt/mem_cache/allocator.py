@@ -1,0 +1,317 @@
+"""Allocators of KV slots: which row of the KV buffers belongs to which token.
+
+Owns the free list of slots (page granular when paged) and a bitmap that makes a double free raise.
+Owns no KV bytes and knows no request. Called by the scheduler thread only. All indices are CPU
+int64 tensors; nothing here touches a device.
+
+Page 0 is never handed out: it takes the writes of padding tokens. Slots are numbered
+``page_size .. size + page_size - 1``. Pages are reused first-in first-out, so the order is the same
+on every rank and a freed slot stays untouched as long as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+IntVector = Sequence[int] | np.ndarray | torch.Tensor
+
+
+class DevicePool(Protocol):
+    """What an allocator knows of the buffers it hands slots out of."""
+
+    size: int
+    page_size: int
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorState:
+    """A point to go back to; valid until the next free."""
+
+    head: int
+    num_free_pages: int
+    num_frees: int
+
+
+def _as_int_array(values: IntVector) -> np.ndarray:
+    if isinstance(values, torch.Tensor):
+        return values.numpy()
+    return np.asarray(values, dtype=np.int64)
+
+
+class BaseTokenToKVPoolAllocator:
+    """Free list (ring of pages), bitmap and free groups; page size 1 and more alike.
+
+    Mutated by the scheduler thread only.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kvcache: DevicePool | None,
+    ) -> None:
+        if page_size < 1 or size < page_size or size % page_size:
+            raise ValueError(f"size {size} is not a positive multiple of page size {page_size}")
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = device
+        self._kvcache = kvcache
+        self.num_pages = size // page_size
+        self._ring = np.empty(self.num_pages, dtype=np.int64)  # page numbers, oldest free first
+        self._is_free = np.empty(self.num_pages + 1, dtype=np.bool_)
+        self._stamp = np.zeros(self.num_pages + 1, dtype=np.int64)  # scratch of _first_of_each
+        self._head = 0
+        self._num_free_pages = 0
+        self._num_frees = 0
+        self._free_group: list[torch.Tensor] | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Take back every slot."""
+        self._ring[:] = np.arange(1, self.num_pages + 1)
+        self._is_free[:] = True  # page 0 too: freeing it is an error
+        self._head = 0
+        self._num_free_pages = self.num_pages
+        self._num_frees += 1  # states from before the clear are void
+        self._free_group = None
+
+    def get_kvcache(self) -> DevicePool | None:
+        """Return the buffers whose rows are handed out."""
+        return self._kvcache
+
+    def available_size(self) -> int:
+        """Return the number of free slots (whole pages)."""
+        return self._num_free_pages * self.page_size
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Take ``need_size`` slots, a multiple of the page size.
+
+        Returns int64 [need_size] or None when fewer are free (nothing is taken then).
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise ValueError(f"{need_size} slots are not whole pages of {self.page_size}")
+        pages = self._take_pages(need_size // self.page_size)
+        if pages is None:
+            return None
+        if self.page_size == 1:
+            return torch.from_numpy(pages)
+        slots = pages[:, None] * self.page_size + np.arange(self.page_size)
+        return torch.from_numpy(slots.reshape(-1))
+
+    def alloc_extend(
+        self, prefix_lens: IntVector, seq_lens: IntVector, last_locs: IntVector
+    ) -> torch.Tensor | None:
+        """Take slots for the tokens [prefix_len, seq_len) of each request, all or nothing.
+
+        ``last_locs`` is the slot of token prefix_len - 1 (anything when prefix_len is 0): its
+        partly filled page is filled up first. Returns int64 [sum(seq_lens - prefix_lens)] in
+        request order, or None when the pool cannot hold them.
+        """
+        raise NotImplementedError
+
+    def alloc_decode(self, seq_lens: IntVector, last_locs: IntVector) -> torch.Tensor | None:
+        """Take one slot a request; ``seq_lens`` include the new token.
+
+        ``last_locs`` is the slot of each request's last token. Returns int64 [num_requests] or
+        None.
+        """
+        raise NotImplementedError
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Give slots back. Paged: every page that has a slot in ``indices`` is freed, once.
+
+        Raises RuntimeError with the slot numbers when one is free already or was never a slot.
+        """
+        if indices.numel() == 0:
+            return
+        if self._free_group is not None:
+            self._free_group.append(indices)
+            return
+        self._free_now(indices.numpy())
+
+    def free_group_begin(self) -> None:
+        """Collect the frees that follow and do them in one go at ``free_group_end``."""
+        if self._free_group is not None:
+            raise RuntimeError("a free group is open already")
+        self._free_group = []
+
+    def free_group_end(self) -> None:
+        """Do the collected frees."""
+        if self._free_group is None:
+            raise RuntimeError("no free group is open")
+        group, self._free_group = self._free_group, None
+        if group:
+            self._free_now(torch.cat(group).numpy())
+
+    def backup_state(self) -> AllocatorState:
+        """Remember the free list, to undo the allocations that follow."""
+        return AllocatorState(
+            head=self._head, num_free_pages=self._num_free_pages, num_frees=self._num_frees
+        )
+
+    def restore_state(self, state: AllocatorState) -> None:
+        """Undo every allocation since ``state``. Raises RuntimeError after a free in between."""
+        taken = state.num_free_pages - self._num_free_pages
+        if state.num_frees != self._num_frees or taken < 0 or self._free_group:
+            raise RuntimeError("slots were freed since the state was taken: it cannot come back")
+        self._is_free[self._ring_slice(state.head, taken)] = True
+        self._head = state.head
+        self._num_free_pages = state.num_free_pages
+
+    def is_free(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return bool [n]: which slots are on the free list (the reserved page counts as free)."""
+        return torch.from_numpy(self._is_free[indices.numpy() // self.page_size])
+
+    # -- the ring ---------------------------------------------------------------------------
+
+    def _ring_slice(self, start: int, count: int) -> np.ndarray:
+        end = start + count
+        if end <= self.num_pages:
+            return self._ring[start:end].copy()
+        return np.concatenate([self._ring[start:], self._ring[: end - self.num_pages]])
+
+    def _take_pages(self, count: int) -> np.ndarray | None:
+        if count > self._num_free_pages:
+            return None
+        pages = self._ring_slice(self._head, count)
+        self._is_free[pages] = False
+        self._head = (self._head + count) % self.num_pages
+        self._num_free_pages -= count
+        return pages
+
+    def _free_now(self, slots: np.ndarray) -> None:
+        if slots.min() < 0 or slots.max() >= self.size + self.page_size:
+            bad = slots[(slots < 0) | (slots >= self.size + self.page_size)]
+            raise RuntimeError(f"freed slots that do not exist: {bad[:16].tolist()}")
+        pages = slots if self.page_size == 1 else slots // self.page_size
+        is_first = self._first_of_each(pages)
+        already_free = self._is_free[pages]
+        if self.page_size == 1:
+            already_free |= ~is_first
+        if already_free.any():
+            bad = slots[already_free]
+            raise RuntimeError(f"double free of {len(bad)} slots: {bad[:16].tolist()}")
+        if self.page_size > 1:
+            pages = pages[is_first]
+        tail = (self._head + self._num_free_pages) % self.num_pages
+        split = min(len(pages), self.num_pages - tail)
+        self._ring[tail : tail + split] = pages[:split]
+        self._ring[: len(pages) - split] = pages[split:]
+        self._is_free[pages] = True
+        self._num_free_pages += len(pages)
+        self._num_frees += 1
+
+    def _first_of_each(self, pages: np.ndarray) -> np.ndarray:
+        """Return bool [n]: True at the first occurrence of each page, in O(n) without sorting."""
+        order = np.arange(len(pages))
+        # Of repeated indices the last write stays; writing backwards leaves the first occurrence.
+        self._stamp[pages[::-1]] = order[::-1]
+        return self._stamp[pages] == order
+
+
+class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+    """Page size 1: every slot on its own."""
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kvcache: DevicePool | None,
+    ) -> None:
+        if page_size != 1:
+            raise ValueError(f"page size {page_size} needs PagedTokenToKVPoolAllocator")
+        super().__init__(size, page_size, dtype, device, kvcache)
+
+    def alloc_extend(
+        self, prefix_lens: IntVector, seq_lens: IntVector, last_locs: IntVector
+    ) -> torch.Tensor | None:
+        """See the base class; ``last_locs`` does not matter."""
+        need = _as_int_array(seq_lens).sum() - _as_int_array(prefix_lens).sum()
+        return self.alloc(int(need))
+
+    def alloc_decode(self, seq_lens: IntVector, last_locs: IntVector) -> torch.Tensor | None:
+        """See the base class; only the number of requests matters."""
+        return self.alloc(len(seq_lens))
+
+
+class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
+    """Page size above 1: the slots of one page are consecutive and freed together."""
+
+    def alloc_extend(
+        self, prefix_lens: IntVector, seq_lens: IntVector, last_locs: IntVector
+    ) -> torch.Tensor | None:
+        """See the base class."""
+        prefix, seq, last = map(_as_int_array, (prefix_lens, seq_lens, last_locs))
+        page_size = self.page_size
+        self._check_last_locs(prefix, last)
+        # Tokens of one request:  [prefix ........ boundary)[boundary ............... seq)
+        #                          rest of the open page     whole and begun new pages
+        boundary_page = -(-prefix // page_size)
+        new_pages = -(-seq // page_size) - boundary_page
+        pages = self._take_pages(int(new_pages.sum()))
+        if pages is None:
+            return None
+        counts = seq - prefix
+        if (counts < 0).any():
+            raise ValueError("a sequence is shorter than its prefix")
+        first_token = np.cumsum(counts) - counts  # offset of each request in the result
+        first_page = np.cumsum(new_pages) - new_pages
+        in_request = np.arange(int(counts.sum())) - np.repeat(first_token, counts)
+        position = in_request + np.repeat(prefix, counts)
+        page_ordinal = position // page_size - np.repeat(boundary_page, counts)
+        in_open_page = page_ordinal < 0
+        page_idx = np.where(in_open_page, 0, page_ordinal + np.repeat(first_page, counts))
+        # Every token lies in its request's open page when no page had to be taken.
+        base = pages[page_idx] * page_size if len(pages) else np.zeros_like(position)
+        slots = np.where(
+            in_open_page, np.repeat(last, counts) + 1 + in_request, base + position % page_size
+        )
+        return torch.from_numpy(slots)
+
+    def alloc_decode(self, seq_lens: IntVector, last_locs: IntVector) -> torch.Tensor | None:
+        """See the base class."""
+        position = _as_int_array(seq_lens) - 1
+        last = _as_int_array(last_locs)
+        self._check_last_locs(position, last)
+        needs_page = position % self.page_size == 0
+        pages = self._take_pages(int(needs_page.sum()))
+        if pages is None:
+            return None
+        slots = last + 1
+        slots[needs_page] = pages * self.page_size
+        return torch.from_numpy(slots)
+
+    def _check_last_locs(self, num_tokens: np.ndarray, last_locs: np.ndarray) -> None:
+        in_page = num_tokens % self.page_size
+        broken = (in_page != 0) & ((last_locs + 1) % self.page_size != in_page)
+        if broken.any():
+            raise RuntimeError(
+                f"last slots {last_locs[broken][:8].tolist()} do not fit the lengths "
+                f"{num_tokens[broken][:8].tolist()} with page size {self.page_size}"
+            )
+
+
+def create_token_to_kv_pool_allocator(
+    size: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kvcache: DevicePool | None,
+) -> BaseTokenToKVPoolAllocator:
+    """Return the allocator for this page size."""
+    cls = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
+    return cls(size, page_size, dtype, device, kvcache)

@@ -1,0 +1,327 @@
+"""Interface of every prefix cache: what the scheduler may ask, and with what.
+
+Owns the parameter and result types, the request Protocol and the no-op defaults of all
+hierarchical-cache calls: the scheduler calls them always and never asks which cache it has.
+All methods run on the scheduler thread.
+
+Life of a request's slots, as the caller must drive it:
+
+1. ``match_prefix`` -> set ``req.prefix_indices``, ``req.last_node`` and
+   ``req.cache_protected_len = len(prefix_indices)``; ``inc_lock_ref(req.last_node)`` on admission.
+2. take a row and slots, write them to the row, run; raise ``kv_allocated_len`` when slots are
+   taken, ``kv_committed_len`` when their KV is there to stay.
+3. after a prefill chunk ``cache_unfinished_req``; at the end (finish, abort, retract)
+   ``cache_finished_req``, then ``req_to_token_pool.free(req.req_pool_idx)`` by the caller.
+"""
+
+# ruff: noqa: B027  (the empty methods are defaults that a cache without tiers keeps)
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.page_key import PageHash, RadixKey, TokenIds
+from sglang.srt.mem_cache.tree_components.base import TreeNode
+
+
+class CacheableReq(Protocol):
+    """What a cache reads and writes of a request.
+
+    Slots of the request's row: [0, cache_protected_len) belong to the tree and are locked through
+    ``last_node``; [cache_protected_len, kv_allocated_len) are the request's own; KV is final in
+    [0, kv_committed_len).
+    """
+
+    prefix_indices: torch.Tensor  # int64 CPU; slots whose KV the next forward need not compute
+    last_node: TreeNode | None  # None: holds no lock
+    cache_protected_len: int
+    kv_committed_len: int
+    kv_allocated_len: int
+
+    @property
+    def rid(self) -> str:
+        """Name for messages."""
+
+    @property
+    def origin_input_ids(self) -> Sequence[int]:
+        """The prompt; an ``array('i')`` is read fastest."""
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        """The tokens generated so far."""
+
+    @property
+    def req_pool_idx(self) -> int | None:
+        """Row in the request table, None while it has none."""
+
+    @property
+    def extra_key(self) -> str | None:
+        """Namespace: requests that differ here share nothing."""
+
+    @property
+    def priority(self) -> int | None:
+        """Priority of what it leaves in the tree (policy ``priority``)."""
+
+    @property
+    def kv_fingerprint(self) -> str | None:
+        """The cache's ``weights_fingerprint`` when this request's KV began.
+
+        Set by the scheduler at match time; None: not tracked. KV that spans two fingerprints is
+        never inserted.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheInitParams:
+    """What a cache is made from.
+
+    ``disable``: no prefix reuse; ``is_eagle``: bigram keys; ``weights_fingerprint``: content
+    digest of the loaded weights, part of every key.
+    """
+
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    page_size: int
+    disable: bool = False
+    eviction_policy: str = "lru"
+    is_eagle: bool = False
+    weights_fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchPrefixParams:
+    """``key``: tokens to look up, at most what may be reused (the caller caps it)."""
+
+    key: RadixKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchResult:
+    """What is cached of a key.
+
+    ``device_indices``: int64 CPU, whole pages; ``last_device_node``: where they end (to lock);
+    ``host_hit_length``: tokens behind them that only the host has; ``last_host_node``: deepest
+    backed-up node, anchor of a prefetch; ``best_match_node``: where a load back would end.
+    Nodes are None for a cache without a tree.
+    """
+
+    device_indices: torch.Tensor
+    last_device_node: TreeNode | None
+    last_host_node: TreeNode | None
+    best_match_node: TreeNode | None
+    host_hit_length: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertParams:
+    """``value``: slots int64 [>= page-aligned len(key)]; ``is_chunked``: more will follow."""
+
+    key: RadixKey
+    value: torch.Tensor
+    priority: int = 0
+    is_chunked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsertResult:
+    """``prefix_len``: leading tokens whose slots the tree already had (``value``'s are duplicates).
+
+    The slots from ``prefix_len`` to the page-aligned end belong to the tree now. ``node``: where
+    the key ends.
+    """
+
+    prefix_len: int
+    node: TreeNode | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictParams:
+    """How much to free at least, where it can be."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictResult:
+    """How much was freed; may exceed the wish by less than one node, or fall short."""
+
+    num_tokens_evicted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBackParams:
+    """``best_match_node``/``host_hit_length`` of the match; ``mem_quota``: tokens it may take."""
+
+    best_match_node: TreeNode | None
+    last_device_node: TreeNode | None
+    host_hit_length: int
+    mem_quota: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBackResult:
+    """``device_indices``: slots added behind the device prefix; ``last_node``: the new end."""
+
+    device_indices: torch.Tensor
+    last_node: TreeNode | None
+
+
+class BasePrefixCache(ABC):
+    """A cache of token prefixes over one slot allocator. Scheduler thread only."""
+
+    def __init__(self, params: CacheInitParams) -> None:
+        if params.page_size != params.token_to_kv_pool_allocator.page_size:
+            raise ValueError(
+                f"page size {params.page_size} of the cache is not the allocator's "
+                f"{params.token_to_kv_pool_allocator.page_size}"
+            )
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = params.page_size
+        self.disable = params.disable  # nothing is ever reused
+        self.is_eagle = params.is_eagle  # bigram keys
+        # Namespace of new keys; see ``set_weights_fingerprint``.
+        self.weights_fingerprint = params.weights_fingerprint
+
+    # -- the tree ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything. The caller clears allocator and request table."""
+
+    @abstractmethod
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Find the longest cached prefix in whole pages. Mutates: may split a node, refreshes."""
+
+    @abstractmethod
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Hand slots to the tree; see ``InsertResult`` for who owns what afterwards."""
+
+    @abstractmethod
+    def cache_unfinished_req(self, req: CacheableReq, chunked: bool = False) -> None:
+        """Insert the request's committed whole pages and go on using the tree's slots.
+
+        Frees duplicates, rewrites the row, moves the lock to the new end, sets
+        ``prefix_indices`` (all committed slots), ``last_node`` and ``cache_protected_len``.
+        """
+
+    @abstractmethod
+    def cache_finished_req(self, req: CacheableReq, is_insert: bool = True) -> None:
+        """End the request's use of slots: insert (or not), free the rest, unlock.
+
+        Afterwards the request holds nothing (``last_node`` None, lengths 0, empty
+        ``prefix_indices``); a second call does nothing. The caller frees the row.
+        """
+
+    @abstractmethod
+    def evict(self, params: EvictParams | int) -> EvictResult:
+        """Free unlocked slots, leaves first, in the policy's order."""
+
+    @abstractmethod
+    def inc_lock_ref(self, node: TreeNode | None) -> int:
+        """Protect the path to ``node``; return the change of the evictable size (<= 0)."""
+
+    @abstractmethod
+    def dec_lock_ref(self, node: TreeNode | None) -> int:
+        """Undo one ``inc_lock_ref``; return the change of the evictable size (>= 0)."""
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Return device tokens in the tree that eviction may free."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Return device tokens in the tree that locks hold."""
+
+    def total_size(self) -> int:
+        """Return device tokens in the tree."""
+        return self.evictable_size() + self.protected_size()
+
+    @abstractmethod
+    def check_invariants(self, num_private_slots: int | None = None) -> None:
+        """Walk everything and raise InvariantError on the first contradiction.
+
+        ``num_private_slots``: slots (whole pages) that running requests own themselves; when
+        given, the pool equation is checked as well.
+        """
+
+    def make_key(self, token_ids: TokenIds, extra_key: str | None = None) -> RadixKey:
+        """Build a key as this cache uses it (bigram or plain, current weights)."""
+        return RadixKey(token_ids, extra_key, self.is_eagle, self.weights_fingerprint)
+
+    def set_weights_fingerprint(self, fingerprint: str | None) -> None:
+        """Continue under other weights: nodes of the old ones are never matched again.
+
+        They stay until evicted (requests may hold them). Requests begun before are not inserted.
+        """
+        self.weights_fingerprint = fingerprint
+
+    def take_events(self) -> list[Any]:
+        """Return and forget the KV events since the last call."""
+        return []
+
+    # -- hierarchical cache: nothing to do without tiers ---------------------------------------
+
+    def check_hicache_events(self) -> None:
+        """Process finished transfers. Once per loop on every rank (collective with tiers)."""
+
+    def init_load_back(self, params: LoadBackParams) -> LoadBackResult:
+        """Reserve device slots for the host part of a match and queue its copy."""
+        empty = torch.empty(0, dtype=torch.int64)
+        return LoadBackResult(device_indices=empty, last_node=params.last_device_node)
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the queued loads; return the consumer index of the batch, -1 for none."""
+        return -1
+
+    def prefetch_from_storage(
+        self,
+        rid: str,
+        last_host_node: TreeNode | None,
+        new_input_tokens: TokenIds,
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+    ) -> None:
+        """Begin to fetch the continuation of ``last_host_node`` from storage."""
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """Return whether the request may be scheduled as far as its prefetch is concerned."""
+        return True
+
+    def terminate_prefetch(self, rid: str) -> None:
+        """Ask a prefetch to stop where it is."""
+
+    def pop_prefetch_loaded_tokens(self, rid: str) -> int:
+        """Return and forget how many tokens came from storage for this request."""
+        return 0
+
+    def release_aborted_request(self, rid: str) -> None:
+        """Give up whatever is under way for a request that left the waiting queue."""
+
+    def flush_write_through_acks(self) -> None:
+        """Wait for the device-to-host copies in flight and settle them."""
+
+    def has_pending_transfers(self) -> bool:
+        """Return whether backups or loads are queued or under way, storage included."""
+        return False
+
+    def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
+        """Attach storage at run time; (success, message)."""
+        return False, "hierarchical cache is not enabled"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Detach storage at run time; (success, message)."""
+        return False, "hierarchical cache is not enabled"
+
+    def clear_storage_backend(self) -> bool:
+        """Delete our own namespaces from storage; False where there is none."""
+        return False
+
+    def shutdown(self) -> None:
+        """Stop threads and close storage; idempotent."""

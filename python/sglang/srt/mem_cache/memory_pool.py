@@ -1,0 +1,240 @@
+"""Device memory of the KV cache and the table from requests to slots.
+
+Owns the K/V buffers and the request-to-token table with its CPU mirror. Does not own slot indices
+(``allocator.py``) nor prefix reuse (the trees). Rows and buffers are written from the scheduler
+thread (table) and by the forward pass (buffers).
+
+Row 0 .. page_size-1 of each buffer is the dummy page: padding tokens write there and nobody reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class KVBuffers(NamedTuple):
+    """K and V of one layer, [size + page_size, num_heads, head_dim] each."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class KVSizeBytes(NamedTuple):
+    """Bytes of all layers."""
+
+    key: int
+    value: int
+
+
+class LayerTransferCounter(Protocol):
+    """Says when a layer's rows have arrived from the host."""
+
+    def wait_until(self, layer_idx: int) -> None:
+        """Block (or make the device stream wait) until local layer ``layer_idx`` is loaded."""
+
+
+class AttentionLayer(Protocol):
+    """The part of an attention layer that a pool reads."""
+
+    layer_id: int
+
+
+class ReqToTokenPool:
+    """Table of slots: row = request, column = token position.
+
+    ``req_to_token`` is int32 [size, max_context_len] on the device, ``req_to_token_cpu`` its CPU
+    mirror (the same tensor on CPU). Rows are handed out lowest first. Scheduler thread only.
+    """
+
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+        self.req_to_token = torch.zeros(
+            (size, max_context_len), dtype=torch.int32, device=self.device
+        )
+        self.req_to_token_cpu = (
+            self.req_to_token
+            if self.device.type == "cpu"
+            else torch.zeros((size, max_context_len), dtype=torch.int32)
+        )
+        self._free_rows: list[int] = []
+        self._is_free: list[bool] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Take back every row."""
+        self._free_rows = list(range(self.size - 1, -1, -1))
+        self._is_free = [True] * self.size
+
+    def available_size(self) -> int:
+        """Return the number of free rows."""
+        return len(self._free_rows)
+
+    def alloc(self, num_reqs: int) -> list[int] | None:
+        """Take ``num_reqs`` rows, or None when fewer are free."""
+        if num_reqs > len(self._free_rows):
+            return None
+        rows = [self._free_rows.pop() for _ in range(num_reqs)]
+        for row in rows:
+            self._is_free[row] = False
+        return rows
+
+    def free(self, req_pool_idx: int | list[int]) -> None:
+        """Give rows back. Raises RuntimeError when one is free already."""
+        rows = [req_pool_idx] if isinstance(req_pool_idx, int) else req_pool_idx
+        for row in rows:
+            if not 0 <= row < self.size or self._is_free[row]:
+                raise RuntimeError(f"request row {row} of {self.size} is not taken")
+            self._is_free[row] = True
+            self._free_rows.append(row)
+
+    def write(self, req_pool_idx: int, start: int, values: torch.Tensor) -> None:
+        """Set columns [start, start + n) of one row from slots int64 [n] on the CPU.
+
+        The mirror changes now, the device table in stream order.
+        """
+        end = start + values.numel()
+        if end > self.max_context_len:
+            raise ValueError(f"columns [{start}, {end}) exceed {self.max_context_len}")
+        self.req_to_token_cpu[req_pool_idx, start:end] = values
+        if self.req_to_token is not self.req_to_token_cpu:
+            self.req_to_token[req_pool_idx, start:end].copy_(
+                values.to(torch.int32), non_blocking=True
+            )
+
+    def write_at(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set one cell per entry, for a whole batch; int64 [n] CPU tensors."""
+        self.req_to_token_cpu[rows, columns] = slots.to(torch.int32)
+        if self.req_to_token is not self.req_to_token_cpu:
+            packed = torch.stack((rows, columns, slots)).to(self.device, non_blocking=True)
+            self.req_to_token[packed[0], packed[1]] = packed[2].to(torch.int32)
+
+    def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
+        """Return the slots of columns [start, end) as a new int64 CPU tensor."""
+        return self.req_to_token_cpu[req_pool_idx, start:end].to(torch.int64)
+
+
+class KVCache(ABC):
+    """Buffers of one model's KV on one device.
+
+    ``get_*_buffer`` waits for the layer's host copy when a transfer counter is registered, so that
+    layer i computes while layer i+1 is still on its way.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: torch.device | str,
+        start_layer: int = 0,
+    ) -> None:
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.layer_num = layer_num
+        self.start_layer = start_layer
+        self.layer_transfer_counter: LayerTransferCounter | None = None
+
+    def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
+        """Set whom ``get_*_buffer`` waits for; None to wait for nobody."""
+        self.layer_transfer_counter = counter
+
+    def _local_layer(self, layer_id: int) -> int:
+        """Map a model layer to this pool's."""
+        layer_idx = layer_id - self.start_layer
+        if not 0 <= layer_idx < self.layer_num:
+            raise IndexError(f"layer {layer_id} is not in [{self.start_layer}, +{self.layer_num})")
+        return layer_idx
+
+    def _loaded_layer(self, layer_id: int) -> int:
+        """Map a model layer to this pool's, after its rows have arrived."""
+        layer_idx = self._local_layer(layer_id)
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer_idx)
+        return layer_idx
+
+    @abstractmethod
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return K of a layer, [size + page_size, num_heads, head_dim]."""
+
+    @abstractmethod
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return V of a layer, [size + page_size, num_heads, v_head_dim]."""
+
+    def get_kv_buffer(self, layer_id: int) -> KVBuffers:
+        """Return K and V of a layer."""
+        return KVBuffers(self.get_key_buffer(layer_id), self.get_value_buffer(layer_id))
+
+    @abstractmethod
+    def set_kv_buffer(
+        self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write K and V of n tokens to slots ``loc`` [n] (on the device)."""
+
+    @abstractmethod
+    def get_kv_size_bytes(self) -> KVSizeBytes:
+        """Return the bytes that K and V take over all layers."""
+
+
+class MHATokenToKVPool(KVCache):
+    """Multi-head (or grouped-query) KV.
+
+    One allocation each for K and V, [layer_num, size + page_size, head_num, head_dim]; a layer is
+    a view of it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: torch.device | str,
+        v_head_dim: int | None = None,
+        start_layer: int = 0,
+    ) -> None:
+        super().__init__(size, page_size, dtype, layer_num, device, start_layer)
+        self.head_num = head_num
+        self.head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        rows = size + page_size
+        # Zeros, not empty: what padding reads from the dummy page must be finite.
+        self.k_data = torch.zeros(
+            (layer_num, rows, head_num, head_dim), dtype=dtype, device=self.device
+        )
+        self.v_data = torch.zeros(
+            (layer_num, rows, head_num, self.v_head_dim), dtype=dtype, device=self.device
+        )
+        # Views made once: indexing a tensor by layer on every call costs more than a list.
+        self.k_buffer = list(self.k_data.unbind(0))
+        self.v_buffer = list(self.v_data.unbind(0))
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """See ``KVCache``."""
+        return self.k_buffer[self._loaded_layer(layer_id)]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """See ``KVCache``."""
+        return self.v_buffer[self._loaded_layer(layer_id)]
+
+    def set_kv_buffer(
+        self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """See ``KVCache``; ``k`` [n, head_num, head_dim] is cast to the pool's dtype."""
+        # The rows written are this forward's own: no need to wait for loads of other rows.
+        layer_idx = self._local_layer(layer.layer_id)
+        self.k_buffer[layer_idx][loc] = k.to(self.dtype)
+        self.v_buffer[layer_idx][loc] = v.to(self.dtype)
+
+    def get_kv_size_bytes(self) -> KVSizeBytes:
+        """See ``KVCache``."""
+        return KVSizeBytes(self.k_data.nbytes, self.v_data.nbytes)

@@ -1,0 +1,174 @@
+"""The radix node and what a kind of cached data must supply to the component tree.
+
+Owns ``TreeNode`` and the ``TreeComponent`` interface. The tree (``unified_radix_cache.py``) walks,
+splits and links nodes; a component owns one kind of data per node (full-attention KV here; sliding
+window and recurrent state later), its sizes and its locks. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from enum import IntEnum
+from typing import ClassVar
+
+import torch
+
+from sglang.srt.mem_cache.page_key import PageHash, RadixKey
+
+
+class ComponentType(IntEnum):
+    """Index of a component's data in ``TreeNode.data``."""
+
+    FULL = 0
+    SWA = 1
+    MAMBA = 2
+
+
+_FULL = int(ComponentType.FULL)  # a plain int: the properties below run for each node of a walk
+
+
+class ComponentData:
+    """One component's data of one node.
+
+    ``value``: device slots int64 [len(key)] on the CPU, None = not on the device.
+    ``host_value``: host slots, None = not on the host (filled by the hierarchical tree).
+    ``lock_ref``: users of the device copy. ``host_lock_ref``: transfers using the host copy.
+    """
+
+    __slots__ = ("value", "host_value", "lock_ref", "host_lock_ref")
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.host_value: torch.Tensor | None = None
+        self.lock_ref = 0
+        self.host_lock_ref = 0
+
+
+class TreeNode:
+    """A run of whole pages below its parent.
+
+    Times are ticks of the tree's own counter, never a clock: all ranks must evict alike.
+    """
+
+    __slots__ = (
+        "id",
+        "key",
+        "parent",
+        "children",
+        "data",
+        "hash_value",
+        "hit_count",
+        "priority",
+        "last_access_time",
+        "creation_time",
+        "write_through_pending_id",
+        "is_in_heap",
+    )
+
+    def __init__(
+        self, node_id: int, key: RadixKey, parent: TreeNode | None, num_components: int
+    ) -> None:
+        self.id = node_id
+        self.key = key
+        self.parent = parent
+        self.children: dict[Hashable, TreeNode] = {}
+        self.data = [ComponentData() for _ in range(num_components)]
+        self.hash_value: list[PageHash] | None = None  # one per page; set where storage is on
+        self.hit_count = 0
+        self.priority = 0
+        self.last_access_time = 0
+        self.creation_time = 0
+        self.write_through_pending_id: int | None = None  # set while a backup copy is in flight
+        self.is_in_heap = False  # has exactly one entry in the tree's eviction heap
+
+    def __lt__(self, other: TreeNode) -> bool:
+        return self.id < other.id
+
+    def __repr__(self) -> str:
+        return (
+            f"TreeNode(id={self.id}, len={len(self.key)}, lock_ref={self.lock_ref}, "
+            f"evicted={self.evicted}, backuped={self.backuped})"
+        )
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """Device slots of full attention."""
+        return self.data[_FULL].value
+
+    @property
+    def host_value(self) -> torch.Tensor | None:
+        """Host slots of full attention."""
+        return self.data[_FULL].host_value
+
+    @property
+    def lock_ref(self) -> int:
+        """Users of the full-attention device copy."""
+        return self.data[_FULL].lock_ref
+
+    @property
+    def evicted(self) -> bool:
+        """Whether the node has no device copy."""
+        return self.data[_FULL].value is None
+
+    @property
+    def backuped(self) -> bool:
+        """Whether the node has a host copy."""
+        return self.data[_FULL].host_value is not None
+
+
+MatchCursor = Callable[[TreeNode], bool]
+
+
+class TreeComponent(ABC):
+    """One kind of cached data. Mutated by the scheduler thread only, through the tree.
+
+    ``evictable_size`` and ``protected_size`` count this component's device slots in the tree that
+    no lock, or some lock, holds.
+    """
+
+    component_type: ClassVar[ComponentType]
+
+    def __init__(self) -> None:
+        self.evictable_size = 0
+        self.protected_size = 0
+
+    @abstractmethod
+    def reset(self, root: TreeNode) -> None:
+        """Start over below a new root; the pools are cleared by the caller."""
+
+    @abstractmethod
+    def match_cursor(self) -> MatchCursor:
+        """Return a function that one walk calls with each node from the root down.
+
+        True: this component can continue from that node's end. The deepest node where all
+        components say so is the match. A cursor may keep state (a window counts tokens).
+        """
+
+    @abstractmethod
+    def store(self, node: TreeNode, value: torch.Tensor) -> None:
+        """Give ``node`` (new, or without device copy) its device slots; the tree owns them now."""
+
+    @abstractmethod
+    def split(self, upper: TreeNode, lower: TreeNode, num_units: int) -> None:
+        """Divide ``lower``'s data: the first ``num_units`` go to the new ``upper``."""
+
+    @abstractmethod
+    def lock(self, node: TreeNode) -> int:
+        """Protect what a user of ``node`` needs; return the change of ``evictable_size`` (<= 0)."""
+
+    @abstractmethod
+    def unlock(self, node: TreeNode) -> int:
+        """Mirror ``lock`` exactly; return the change of ``evictable_size`` (>= 0)."""
+
+    @abstractmethod
+    def release_device(self, node: TreeNode) -> int:
+        """Free the node's device slots and forget them; return how many. Raises when locked."""
+
+    @abstractmethod
+    def check_node(self, node: TreeNode, page_size: int) -> None:
+        """Raise InvariantError when the node's data of this component is not consistent."""
+
+
+class InvariantError(RuntimeError):
+    """The cache's state contradicts itself; the message holds the numbers."""

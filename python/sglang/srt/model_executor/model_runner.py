@@ -1,0 +1,196 @@
+"""`ModelRunner`: the model of one rank with its memory: load, size the pools, forward, sample.
+
+Owns the module, the KV pool and (unless given by another runner) the request table and the slot
+allocator. Knows nothing of requests. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.communication import all_reduce_min
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
+from sglang.srt.layers.attention.registry import create_attention_backend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler, nan_rows
+from sglang.srt.mem_cache.allocator import (
+    BaseTokenToKVPoolAllocator,
+    create_token_to_kv_pool_allocator,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import use_attention_backend
+from sglang.srt.model_executor.kv_cache_sizing import (
+    MemoryBudget,
+    profile_max_num_tokens,
+    resolve_max_running_requests,
+)
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.platforms import current_platform
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """The part of the server's arguments that a runner reads."""
+
+    load_format: str
+    attention_backend: str
+    page_size: int
+    mem_fraction_static: float | None
+    max_total_tokens: int | None
+    max_running_requests: int | None
+    kv_cache_dtype: str  # "auto": the model's
+    random_seed: int
+    cpu_weight_format: str = "fp32"
+
+
+class ModelRunner:
+    """One model on one device. `forward` and `sample` are collective over the TP ranks."""
+
+    def __init__(self, model_config: ModelConfig, config: RunnerConfig) -> None:
+        self.model_config = model_config
+        self.config = config
+        platform = current_platform()
+        self.device = platform.device
+        self.dtype = getattr(torch, model_config.dtype)
+        self.tp = get_tp_group()
+        torch.manual_seed(config.random_seed)
+
+        before = platform.memory_info().free_bytes
+        start = time.perf_counter()
+        self.model = load_model(
+            model_config,
+            config.load_format,
+            self.device,
+        )
+        self.load_time_s = time.perf_counter() - start
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        logger.info(
+            "Loaded %s in %.2f s: %.2f GB of weights, %.2f GB were free",
+            model_config.architectures[0],
+            self.load_time_s,
+            self.weight_bytes / 1e9,
+            before / 1e9,
+        )
+        self.kv_dtype = self._resolve_kv_dtype(config.kv_cache_dtype)
+        self._init_memory_pools()
+        self.attn_backend: AttentionBackend = create_attention_backend(
+            config.attention_backend,
+            RunnerFacts(
+                device=platform.name,
+                dtype=self.dtype,
+                num_heads=model_config.get_num_attention_heads(self.tp.size),
+                num_kv_heads=model_config.get_num_kv_heads(self.tp.size),
+                head_dim=model_config.head_dim,
+                page_size=config.page_size,
+                max_context_len=model_config.context_len,
+                max_running_requests=self.max_running_requests,
+            ),
+        )
+        self.sampler = Sampler()
+
+    def _resolve_kv_dtype(self, name: str) -> torch.dtype:
+        if name == "auto":
+            return self.dtype
+        return getattr(torch, {"bf16": "bfloat16"}.get(name, name))
+
+    def _init_memory_pools(self) -> None:
+        config, model = self.config, self.model_config
+        platform = current_platform()
+        memory = platform.memory_info()
+        num_kv_heads = model.get_num_kv_heads(self.tp.size)
+        layers = model.num_hidden_layers
+        token_bytes = 2 * layers * num_kv_heads * model.head_dim * self.kv_dtype.itemsize
+        local = profile_max_num_tokens(
+            MemoryBudget(
+                device=platform.name,
+                total_bytes=memory.total_bytes,
+                free_bytes=memory.free_bytes // (self.tp.size if platform.name == "cpu" else 1),
+                bytes_per_token=token_bytes,
+                context_len=model.context_len,
+                page_size=config.page_size,
+                mem_fraction_static=config.mem_fraction_static,
+                max_total_tokens=config.max_total_tokens,
+            )
+        )
+        # Ranks must agree on the size of the pool, or they would schedule differently.
+        agreed = all_reduce_min(torch.tensor([local], dtype=torch.int64), self.tp.cpu_group)
+        self.max_total_num_tokens = int(agreed[0])
+        self.max_running_requests = resolve_max_running_requests(
+            config.max_running_requests,
+            device=platform.name,
+            max_num_tokens=self.max_total_num_tokens,
+            page_size=config.page_size,
+        )
+        # One more column than the context: the slot of a token past the end is never read.
+        self.req_to_token_pool = ReqToTokenPool(
+            self.max_running_requests, model.context_len + 1, self.device
+        )
+        self.token_to_kv_pool = MHATokenToKVPool(
+            self.max_total_num_tokens,
+            config.page_size,
+            self.kv_dtype,
+            num_kv_heads,
+            model.head_dim,
+            layers,
+            self.device,
+        )
+        self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = (
+            create_token_to_kv_pool_allocator(
+                self.max_total_num_tokens,
+                config.page_size,
+                self.kv_dtype,
+                self.device,
+                self.token_to_kv_pool,
+            )
+        )
+        self.kv_cache_bytes = sum(self.token_to_kv_pool.get_kv_size_bytes())
+        logger.info(
+            "KV cache: %d tokens of %d bytes (%.2f GB, %s), %d request rows, page size %d",
+            self.max_total_num_tokens,
+            token_bytes,
+            self.kv_cache_bytes / 1e9,
+            self.kv_dtype,
+            self.max_running_requests,
+            config.page_size,
+        )
+
+    @torch.inference_mode()
+    def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run the model on one batch. Collective."""
+        self.attn_backend.init_forward_metadata(forward_batch)
+        with use_attention_backend(self.attn_backend):
+            return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)
+
+    @torch.inference_mode()
+    def sample(
+        self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Choose the next token of every request: int64 [b]. Fills the output logprobs."""
+        info = forward_batch.sampling_info
+        if info is None:
+            raise RuntimeError("the batch has no sampling info")
+        positions = forward_batch.seq_lens
+        return self.sampler.forward(logits_output, info, forward_batch.logprobs, positions)
+
+    @torch.inference_mode()
+    def nan_rows(self, logits_output: LogitsProcessorOutput) -> torch.Tensor:
+        """bool [b]: requests whose logits hold NaN, which ends them."""
+        return nan_rows(logits_output.next_token_logits)
+
+    def memory_usage(self) -> dict[str, float]:
+        """GB of weights, KV cache and graphs, and the pool's tokens."""
+        return {
+            "weight": round(self.weight_bytes / 1e9, 3),
+            "kv_cache": round(self.kv_cache_bytes / 1e9, 3),
+            "graph": 0.0,
+            "token_capacity": self.max_total_num_tokens,
+        }

@@ -1,0 +1,160 @@
+"""What all language models here share: the checkpoint table and everything that follows from it.
+
+Owns the meaning of checkpoint names for a model (through the layers' weight slots). Does not read
+files (`model_loader`) nor decide when weights change (`model_executor.weight_updater`).
+Used on the scheduler thread.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.weight_slot import WeightSlot, iterate_weight_slots
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+# Buffers that some checkpoints carry although they follow from the configuration.
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+class WeightLoadError(ValueError):
+    """Checkpoint tensors do not match the model; the message names every one of them."""
+
+
+@dataclass(slots=True)
+class WeightProblems:
+    """What a checkpoint (or a part of one) does not agree with the model on."""
+
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)  # "name: expected ..., got ..."
+    missing: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, source: str) -> None:
+        """Raise WeightLoadError listing everything; `source` says what was being loaded."""
+        parts = [
+            f"{label} ({len(names)}): {', '.join(names)}"
+            for label, names in (
+                ("missing tensors", self.missing),
+                ("unexpected tensors", self.unexpected),
+                ("tensors of the wrong shape", self.misshaped),
+            )
+            if names
+        ]
+        if parts:
+            raise WeightLoadError(f"{source} does not fit the model: {'; '.join(parts)}")
+
+
+class LanguageModel(nn.Module):
+    """A decoder with an output head, loadable from checkpoint tensors by their HF names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @abstractmethod
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """input_ids and positions int64 [n]; collective with more than one rank."""
+
+    def split_weight(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bring a checkpoint tensor to the names of the table. Families may override.
+
+        Called with meta tensors, too, when only shapes are checked.
+        """
+        yield name, tensor
+
+    def is_ignored_weight(self, name: str) -> bool:
+        """Whether a checkpoint tensor is known to carry nothing for this model."""
+        return name.endswith(_DERIVED_SUFFIXES)
+
+    def weight_table(self) -> dict[str, WeightSlot]:
+        """Checkpoint name -> place in the parameters, for every tensor that the model needs.
+
+        Built on every call, so that it is right after tied or shared parameters were replaced.
+        """
+        return {
+            name: slot
+            for name, slot in iterate_weight_slots(self)
+            if not self.is_ignored_weight(name)
+        }
+
+    def check_weights(
+        self, infos: Iterable[tuple[str, torch.Tensor]], complete: bool
+    ) -> WeightProblems:
+        """Compare names and shapes without reading or writing a value.
+
+        `infos` may hold meta tensors. With `complete`, every tensor of the table must occur.
+        """
+        table = self.weight_table()
+        problems = WeightProblems()
+        seen: set[str] = set()
+        for name, tensor in self._named_parts(infos):
+            slot = table.get(name)
+            if slot is None:
+                problems.unexpected.append(name)
+            elif tuple(tensor.shape) != slot.full_shape:
+                problems.misshaped.append(
+                    f"{name}: expected {slot.full_shape}, got {tuple(tensor.shape)}"
+                )
+            seen.add(name)
+        if complete:
+            problems.missing = [name for name in table if name not in seen]
+        return problems
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy checkpoint tensors (full shapes, HF names) into this rank's parameters, in place.
+
+        Any subset of the model's tensors may come. Returns the names that were loaded. Raises
+        WeightLoadError after the last tensor if some were unknown or misshapen; the others have
+        been written by then (`check_weights` tells beforehand).
+        """
+        table = self.weight_table()
+        problems = WeightProblems()
+        loaded: set[str] = set()
+        for name, tensor in self._named_parts(weights):
+            slot = table.get(name)
+            if slot is None:
+                problems.unexpected.append(name)
+                continue
+            try:
+                slot.write(tensor)
+            except ValueError as error:
+                problems.misshaped.append(f"{name}: {error}")
+                continue
+            loaded.add(name)
+        problems.raise_if_any("the set of weights")
+        return loaded
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
+        """First `truncate_size` rows of a checkpoint tensor as nested lists of floats.
+
+        `name` is the HF (unfused) name, or that of a parameter of the module tree. With several
+        ranks: this rank's shard. None where there is no such tensor.
+        """
+        values = self._find_weight(name)
+        if values is None:
+            return None
+        rows: list[Any] = values[:truncate_size].float().cpu().tolist()
+        return rows
+
+    def _find_weight(self, name: str) -> torch.Tensor | None:
+        for slot_name, slot in iterate_weight_slots(self):
+            if slot_name == name:
+                return slot.view()
+        return dict(self.named_parameters(remove_duplicate=False)).get(name)
+
+    def _named_parts(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            for part_name, part in self.split_weight(name, tensor):
+                if not self.is_ignored_weight(part_name):
+                    yield part_name, part

@@ -1,0 +1,239 @@
+"""Llama: pre-norm decoder with rotary attention and a gated MLP.
+
+The other decoder families (Qwen2, Qwen3, ...) are this model with other choices in
+`make_attention` and `make_mlp`. Module names follow the HF tree, with the fused names `qkv_proj`
+and `gate_up_proj`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.activation import get_gated_activation
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.base import LanguageModel
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias
+        )
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
+        self._activation = get_gated_activation(hidden_act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, hidden] -> [n, hidden]."""
+        return self.down_proj(self._activation(self.gate_up_proj(x)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionChoices:
+    """What differs between families in the attention block."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # RMS norm over each head of q and k, before rotation
+
+
+class LlamaAttention(nn.Module):
+    """Projections, rotation and attention of one layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        choices: AttentionChoices,
+        input_size: int | None = None,
+    ) -> None:
+        """`input_size`: width of the input where it is not the hidden size (EAGLE drafts)."""
+        super().__init__()
+        head_dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            input_size or config.hidden_size,
+            head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            choices.qkv_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_dim, config.hidden_size, choices.output_bias
+        )
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if choices.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if choices.qk_norm else None
+        self.attn = RadixAttention(
+            self.qkv_proj.num_heads,
+            head_dim,
+            head_dim**-0.5,
+            self.qkv_proj.num_kv_heads,
+            layer_id,
+            config.sliding_windows[layer_id],
+        )
+        # Held in a tuple so that the shared table is no submodule of every layer.
+        self._rotary = (rotary,)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """hidden_states [n, input size] -> [n, hidden]."""
+        qkv = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split(self.qkv_proj.output_sizes, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = _norm_heads(self.q_norm, q)
+            k = _norm_heads(self.k_norm, k)
+        q, k = self._rotary[0](positions, q, k)
+        return self.o_proj(self.attn(q, k, v, forward_batch))
+
+
+def _norm_heads(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return norm(x.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(-2)
+
+
+class LlamaDecoderLayer(nn.Module):
+    """One pre-norm layer. Families override the two `make_` methods."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.self_attn = self.make_attention(config, layer_id, rotary)
+        self.mlp = self.make_mlp(config, layer_id)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def make_attention(
+        self, config: ModelConfig, layer_id: int, rotary: RotaryEmbedding
+    ) -> LlamaAttention:
+        """The attention block of this family."""
+        choices = AttentionChoices(
+            qkv_bias=config.attention_bias, output_bias=config.attention_bias
+        )
+        return LlamaAttention(config, layer_id, rotary, choices)
+
+    def make_mlp(self, config: ModelConfig, layer_id: int) -> nn.Module:
+        """The feed-forward block of this family."""
+        return GatedMLP(
+            config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias
+        )
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        forward_batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block output, residual stream before it), [n, hidden] each; their sum goes on."""
+        normed, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, normed, forward_batch)
+        normed, residual = self.post_attention_layernorm.add_and_norm(hidden_states, residual)
+        return self.mlp(normed), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, layer_class: type[LlamaDecoderLayer]) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = create_rotary_embedding(config)
+        self.layers = nn.ModuleList(
+            layer_class(config, layer_id, self.rotary_emb)
+            for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # Layers at whose entry the residual stream is kept (EAGLE3 features).
+        self.layers_to_capture: tuple[int, ...] = ()
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(normed hidden states [n, hidden], captured streams [n, hidden] each)."""
+        hidden_states = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        captured: list[torch.Tensor] = []
+        for layer_id, layer in enumerate(self.layers):
+            if layer_id in self.layers_to_capture:
+                captured.append(_residual_stream(hidden_states, residual))
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+        if len(self.layers) in self.layers_to_capture:
+            captured.append(_residual_stream(hidden_states, residual))
+        normed, _ = self.norm.add_and_norm(hidden_states, residual)
+        return normed, captured
+
+
+def _residual_stream(hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    # Always a new tensor: the norms go on to consume their residual.
+    return hidden_states.clone() if residual is None else hidden_states + residual
+
+
+class LlamaForCausalLM(LanguageModel):
+    """The decoder with its output head. Families set `layer_class`."""
+
+    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config, self.layer_class)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie_to(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """input_ids and positions int64 [n]; collective with more than one rank."""
+        hidden_states, captured = self.model(input_ids, positions, forward_batch)
+        return self.logits_processor(
+            input_ids, hidden_states, self.lm_head, forward_batch, captured
+        )
+
+    def is_ignored_weight(self, name: str) -> bool:
+        # A tied checkpoint may still store the head; the embedding is what counts.
+        tied_head = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return tied_head or super().is_ignored_weight(name)
+
+    def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """This rank's embedding rows and head rows (one parameter twice where they are tied)."""
+        return self.model.embed_tokens.weight, self.lm_head.weight
+
+    def set_embed_and_head(self, embed: nn.Parameter, head: nn.Parameter) -> None:
+        """Share another model's parameters (a draft using its target's)."""
+        self.model.embed_tokens.weight = embed
+        self.lm_head.weight = head
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int] | None = None) -> None:
+        """Keep the residual stream *entering* these layers in every forward.
+
+        None takes the usual early, middle and late layer. An id equal to the number of layers
+        means the stream after the last one. With a capture mode other than NULL the logits
+        processor returns them side by side instead of the final hidden states.
+        Raises ValueError for an id out of range.
+        """
+        num_layers = self.config.num_hidden_layers
+        chosen = [2, num_layers // 2, num_layers - 3] if layer_ids is None else layer_ids
+        if any(not 0 <= layer_id <= num_layers for layer_id in chosen):
+            raise ValueError(f"layers to capture {chosen} are not within 0..{num_layers}")
+        self.model.layers_to_capture = tuple(chosen)
+
+
+ENTRY_CLASSES = (LlamaForCausalLM,)

@@ -1,0 +1,66 @@
+"""The CUDA platform: one device a process. The only general module that calls `torch.cuda`."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from sglang.srt.platforms.base import MemoryInfo, Platform
+
+
+class CudaPlatform(Platform):
+    """Tensors on one CUDA device."""
+
+    name = "cuda"
+    graph_capture_supported = True
+    default_attention_backend = "torch_native"
+    default_dtype = torch.bfloat16
+    collective_backend = "nccl"
+
+    def __init__(self, device_index: int = 0) -> None:
+        self._device = torch.device("cuda", device_index)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(device=self._device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def event(self, enable_timing: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=enable_timing)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def memory_info(self) -> MemoryInfo:
+        """What the driver says, plus what our allocator holds without using it."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return MemoryInfo(total_bytes=total, free_bytes=free + idle)
+
+    def empty_cache(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
+
+    def configure_process(self, num_threads: int | None) -> None:
+        torch.cuda.set_device(self._device)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        torch.set_grad_enabled(False)

@@ -1,0 +1,420 @@
+"""What follows from the values of `ServerArgs`: derived defaults first, refusals second.
+
+`normalize` fills every "auto" that can be decided without reading the model; the scheduler fills
+the rest (pool sizes). `validate` raises ValueError with one sentence that names the flag; it is
+called at construction and again when processes are started, because the object is mutable.
+Features that this release does not have are rows of `NOT_BUILT`; building one removes its row.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.server_args_fields import (
+    CliArg,
+    ServerArgsFields,
+    human_int,
+)
+from sglang.srt.utils.common import (
+    available_cpu_count,
+    gpu_memory_gb,
+    is_cuda,
+    parse_json_object,
+)
+from sglang.srt.utils.network import NetworkAddress
+
+logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------
+# Features that are not there yet
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """A field whose feature is missing. Without `allowed`, only the default is accepted."""
+
+    field: str
+    what: str
+    allowed: tuple[Any, ...] | None = None
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt("load_format", "this weight format", ("auto", "safetensors", "pt", "gguf", "dummy")),
+    NotBuilt("model_impl", "this model implementation", ("auto", "sglang")),
+    NotBuilt("quantization", "quantised weights"),
+    NotBuilt("kv_cache_dtype", "this KV cache type", ("auto", "bf16", "bfloat16")),
+    NotBuilt("is_embedding", "serving embeddings"),
+    NotBuilt("custom_weight_loader", "custom weight loaders"),
+    NotBuilt("checkpoint_engine_wait_weights_before_ready", "waiting for a first weight update"),
+    NotBuilt("enable_weights_cpu_backup", "the host copy of weights"),
+    NotBuilt("enable_draft_weights_cpu_backup", "the host copy of draft weights"),
+    NotBuilt("model_loader_extra_config", "options of the weight loader"),
+    NotBuilt("download_dir", "another folder for hub models"),
+    NotBuilt("delete_ckpt_after_loading", "deleting weight files"),
+    NotBuilt("weight_cache_mode", "sharing loaded weights"),
+    NotBuilt("completion_template", "completion templates"),
+    NotBuilt("warmups", "named warm-up routines"),
+    NotBuilt("tokenizer_worker_num", "more than one front process"),
+    NotBuilt("sampling_backend", "this sampling backend", (None, "pytorch")),
+    NotBuilt(
+        "schedule_policy",
+        "this policy",
+        ("fcfs", "lpm", "random", "dfs-weight", "lof", "priority"),
+    ),
+    NotBuilt("cuda_graph_config", "options of CUDA graphs"),
+    NotBuilt("cuda_graph_backend_decode", "this kind of CUDA graph", (None, "disabled")),
+    NotBuilt("cuda_graph_backend_prefill", "this kind of CUDA graph", (None, "disabled")),
+    NotBuilt("enable_deterministic_inference", "deterministic inference"),
+    NotBuilt("enable_mixed_chunk", "mixed prefill and decode batches"),
+    NotBuilt("enable_torch_compile", "torch.compile"),
+    NotBuilt("enable_memory_saver", "releasing and resuming memory"),
+    NotBuilt("pp_size", "pipeline parallelism"),
+    NotBuilt("ep_size", "expert parallelism"),
+    NotBuilt("enable_dp_attention", "data-parallel attention"),
+    NotBuilt("rl_on_policy_target", "matching a trainer's numerics"),
+    NotBuilt("rl_quant_profile", "matching a trainer's quantisation"),
+    NotBuilt("enable_custom_logit_processor", "custom logit processors"),
+    NotBuilt("enable_return_routed_experts", "returning routed experts"),
+    NotBuilt("enable_strict_thinking", "limits on thinking"),
+    NotBuilt("enable_streaming_session", "sessions"),
+    NotBuilt("disaggregation_mode", "splitting prefill and decode"),
+    NotBuilt("enable_lora", "LoRA adapters"),
+    NotBuilt("lora_paths", "LoRA adapters"),
+    NotBuilt("max_lora_rank", "LoRA adapters"),
+    NotBuilt("enable_hierarchical_cache", "the hierarchical cache"),
+    NotBuilt("speculative_algorithm", "speculative decoding"),
+    NotBuilt("speculative_draft_model_path", "speculative decoding"),
+    NotBuilt("speculative_adaptive", "adaptive draft lengths"),
+    NotBuilt("reasoning_parser", "reasoning parsers"),
+    NotBuilt("tool_call_parser", "tool call parsers"),
+    NotBuilt(
+        "attention_backend",
+        "this attention backend",
+        (None, "auto", "torch_native", "torch_reference"),
+    ),
+    NotBuilt("prefill_attention_backend", "this attention backend", (None, "torch_native")),
+    NotBuilt("decode_attention_backend", "this attention backend", (None, "torch_native")),
+    NotBuilt("radix_eviction_policy", "this eviction policy", ("lru", "lfu", "slru", "priority")),
+)
+
+
+def _default_of(name: str) -> Any:
+    for spec in fields(ServerArgsFields):
+        if spec.name == name:
+            return spec.default_factory() if callable(spec.default_factory) else spec.default
+    raise KeyError(name)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_built(args: ServerArgsFields) -> None:
+    """Refuse settings whose feature does not exist in this release."""
+    for row in NOT_BUILT:
+        value = getattr(args, row.field)
+        allowed = row.allowed if row.allowed is not None else (_default_of(row.field),)
+        if value in allowed or (row.allowed is None and not value and not allowed[0]):
+            continue
+        raise ValueError(
+            f"{_flag(row.field)} {value}: {row.what} is not available in this release."
+            if row.allowed is not None or not isinstance(value, bool)
+            else f"{_flag(row.field)}: {row.what} is not available in this release."
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# Derived values
+# ------------------------------------------------------------------------------------------------
+
+
+def normalize(args: ServerArgsFields) -> None:
+    """Fill derived defaults in place. Calling it again changes nothing."""
+    _normalize_types(args)
+    _normalize_names(args)
+    _normalize_device(args)
+    _normalize_scheduling(args)
+    _normalize_hicache(args)
+
+
+def _normalize_types(args: ServerArgsFields) -> None:
+    """Trainers pass torch dtypes, numbers as text, None for lists and switches."""
+    if not isinstance(args.dtype, str):
+        args.dtype = str(args.dtype).removeprefix("torch.")
+    if isinstance(args.context_length, str):
+        args.context_length = human_int(args.context_length)
+    if args.custom_weight_loader is None:
+        args.custom_weight_loader = []
+    for name in ("json_model_override_args", "model_loader_extra_config"):
+        if getattr(args, name) is None:
+            setattr(args, name, "{}")
+    if args.speculative_algorithm is not None:
+        args.speculative_algorithm = args.speculative_algorithm.upper()
+
+
+def _normalize_names(args: ServerArgsFields) -> None:
+    if args.tokenizer_path is None:
+        args.tokenizer_path = args.model_path
+    if args.served_model_name is None:
+        args.served_model_name = args.model_path
+    if args.random_seed is None:
+        args.random_seed = secrets.randbelow(1 << 30)
+    if envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get():
+        args.enable_deterministic_inference = True
+    if args.grammar_backend in ("xgrammar", "outlines"):
+        logger.warning(
+            "--grammar-backend %s: llguidance is used; it accepts the same schemas",
+            args.grammar_backend,
+        )
+    if args.grammar_backend != "none":
+        args.grammar_backend = "llguidance"
+    if args.sampling_backend is None:
+        args.sampling_backend = "pytorch"
+
+
+def _normalize_device(args: ServerArgsFields) -> None:
+    if args.device == "auto":
+        args.device = "cuda" if is_cuda() else "cpu"
+    if args.device == "cpu":
+        # Matrix products in half precision are slow on most CPUs, and float32 is the reference.
+        if args.dtype == "auto":
+            args.dtype = "float32"
+        args.disable_cuda_graph = True
+        if not envs.SGLANG_ENABLE_OVERLAP_ON_CPU.get():
+            args.disable_overlap_schedule = True
+    if args.attention_backend in (None, "auto"):
+        args.attention_backend = "torch_native"
+    if args.num_threads is None and args.device == "cpu":
+        args.num_threads = _default_num_threads(args)
+
+
+def _default_num_threads(args: ServerArgsFields) -> int:
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    if configured.isdecimal() and int(configured) > 0:
+        return int(configured)
+    ranks_here = max(1, args.tp_size * args.dp_size // max(1, args.nnodes))
+    return max(1, available_cpu_count() // ranks_here)
+
+
+def _normalize_scheduling(args: ServerArgsFields) -> None:
+    if args.page_size is None:
+        args.page_size = 1
+    if args.chunked_prefill_size is None:
+        args.chunked_prefill_size = _default_chunk(args)
+    if args.max_running_requests is None and args.speculative_algorithm is not None:
+        args.max_running_requests = 48
+    if args.mem_fraction_static is None:
+        args.mem_fraction_static = _default_mem_fraction(args)
+
+
+def _default_chunk(args: ServerArgsFields) -> int:
+    total_gb = gpu_memory_gb(args.base_gpu_id) if args.device == "cuda" else None
+    chunk = 2048
+    for limit_gb, size in ((20, 2048), (60, 4096), (160, 8192)):
+        if total_gb is None or total_gb < limit_gb:
+            chunk = size
+            break
+    else:
+        chunk = 16384
+    assert args.page_size is not None
+    # Chunks end at page borders.
+    return max(args.page_size, chunk // args.page_size * args.page_size)
+
+
+def _default_mem_fraction(args: ServerArgsFields) -> float:
+    """What is left after activations, communication buffers and graphs.
+
+    Source: the documented rule of the command line (reserve in MB). On CPU the pool shares the
+    host with everything else, so it gets half of what weights leave.
+    """
+    if args.device == "cpu":
+        return 0.5
+    total_gb = gpu_memory_gb(args.base_gpu_id)
+    if total_gb is None:
+        return 0.85
+    assert args.chunked_prefill_size is not None
+    max_bs = args.cuda_graph_max_bs_decode or (8 if total_gb < 20 else 256)
+    reserve_mb = (
+        512
+        + 1.5 * max(args.chunked_prefill_size, 2048)
+        + args.tp_size * args.pp_size / 8 * 1024
+        + 2 * max_bs
+    )
+    if total_gb > 60:
+        reserve_mb = max(reserve_mb, 10 * 1024)
+    return round((total_gb * 1024 - reserve_mb) / (total_gb * 1024), 3)
+
+
+def _normalize_hicache(args: ServerArgsFields) -> None:
+    if not args.enable_hierarchical_cache:
+        return
+    if args.hicache_mem_layout == "page_first_direct" and args.hicache_io_backend == "kernel":
+        args.hicache_io_backend = "direct"
+    if args.hicache_mem_layout == "page_first" and args.hicache_io_backend == "direct":
+        args.hicache_mem_layout = "page_first_direct"
+    remote = args.hicache_storage_backend in ("mooncake", "npu_memcache")
+    if remote and args.hicache_mem_layout == "layer_first":
+        direct = args.hicache_io_backend == "direct"
+        args.hicache_mem_layout = "page_first_direct" if direct else "page_first"
+    if args.hicache_host_memory_mode == "buffer_only" and args.hicache_write_policy == "write_back":
+        args.hicache_write_policy = "write_through"
+
+
+# ------------------------------------------------------------------------------------------------
+# Refusals
+# ------------------------------------------------------------------------------------------------
+
+
+def validate(args: ServerArgsFields) -> None:
+    """Raise ValueError, one sentence, for the first setting that cannot work."""
+    for check in _CHECKS:
+        check(args)
+    check_built(args)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+def _check_choices(args: ServerArgsFields) -> None:
+    """Constructed objects get the same choices as the command line."""
+    for spec in fields(args):
+        cli: CliArg = spec.metadata["cli"]
+        value = getattr(args, spec.name)
+        if cli.choices is None or value is None or value in cli.choices:
+            continue
+        if spec.name == "grammar_backend" and value == "llguidance":
+            continue
+        if spec.name == "load_format" and value in args.custom_weight_loader:
+            continue
+        raise ValueError(f"{_flag(spec.name)} {value!r} is not one of {', '.join(cli.choices)}.")
+
+
+_AT_LEAST: dict[str, float] = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "ep_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "base_gpu_id": 0,
+    "gpu_id_step": 1,
+    "page_size": 1,
+    "context_length": 1,
+    "max_running_requests": 1,
+    "max_queued_requests": 1,
+    "max_total_tokens": 1,
+    "max_prefill_tokens": 1,
+    "stream_interval": 1,
+    "tokenizer_worker_num": 1,
+    "decode_log_interval": 1,
+    "num_threads": 1,
+    "watchdog_timeout": 0,
+    "schedule_conservativeness": 0,
+    "hicache_size": 0,
+    "random_seed": 0,
+}
+
+
+def _check_ranges(args: ServerArgsFields) -> None:
+    for name, least in _AT_LEAST.items():
+        value = getattr(args, name)
+        if value is not None and (isinstance(value, str) or not value >= least):
+            raise ValueError(f"{_flag(name)} must be at least {least:g}, not {value!r}.")
+    fraction = args.mem_fraction_static
+    _require(
+        fraction is None or 0 < fraction < 1,
+        f"--mem-fraction-static must lie between 0 and 1, not {fraction}.",
+    )
+    _require(
+        0 < args.hicache_host_memory_fraction <= 1,
+        "--hicache-host-memory-fraction must lie in (0, 1].",
+    )
+    _require(1 <= args.port <= 65535, f"--port must lie in 1..65535, not {args.port}.")
+    _require(args.log_requests_level in (0, 1, 2, 3), "--log-requests-level must be 0, 1, 2 or 3.")
+
+
+def _check_model(args: ServerArgsFields) -> None:
+    _require(bool(args.model_path), "--model-path must name a folder or a hub model.")
+    parse_json_object(args.json_model_override_args, "--json-model-override-args")
+    parse_json_object(args.model_loader_extra_config, "--model-loader-extra-config")
+    if args.preferred_sampling_params is not None:
+        parse_json_object(args.preferred_sampling_params, "--preferred-sampling-params")
+    if args.extra_metric_labels is not None:
+        parse_json_object(args.extra_metric_labels, "--extra-metric-labels")
+    _require(
+        args.device == "cpu" or args.cpu_weight_format == "fp32",
+        "--cpu-weight-format needs --device cpu.",
+    )
+
+
+def _check_http(args: ServerArgsFields) -> None:
+    _require(
+        (args.ssl_keyfile is None) == (args.ssl_certfile is None),
+        "--ssl-keyfile and --ssl-certfile must be given together.",
+    )
+
+
+def _check_scheduling(args: ServerArgsFields) -> None:
+    chunk, page = args.chunked_prefill_size, args.page_size
+    assert chunk is not None and page is not None
+    _require(
+        chunk == -1 or chunk > 0, f"--chunked-prefill-size must be positive or -1, not {chunk}."
+    )
+    _require(
+        chunk == -1 or chunk % page == 0,
+        f"--chunked-prefill-size {chunk} must be a multiple of --page-size {page}.",
+    )
+    _require(
+        not args.enable_priority_scheduling or args.schedule_policy in ("fcfs", "lof"),
+        "--enable-priority-scheduling works only with --schedule-policy fcfs or lof.",
+    )
+
+
+def _check_parallel(args: ServerArgsFields) -> None:
+    _require(
+        args.node_rank < args.nnodes,
+        f"--node-rank {args.node_rank} must be less than --nnodes {args.nnodes}.",
+    )
+    if args.dist_init_addr is not None:
+        NetworkAddress.parse(args.dist_init_addr)
+    if args.nnodes == 1:
+        return
+    _require(args.dist_init_addr is not None, "--nnodes > 1 needs --dist-init-addr host:port.")
+    _require(args.dp_size == 1, "--dp-size > 1 does not work with --nnodes > 1.")
+    _require(
+        args.tp_size % args.nnodes == 0,
+        f"--tp-size {args.tp_size} must be a multiple of --nnodes {args.nnodes}.",
+    )
+
+
+def _check_hicache(args: ServerArgsFields) -> None:
+    if not args.enable_hierarchical_cache:
+        return
+    _require(
+        not args.disable_radix_cache,
+        "--enable-hierarchical-cache and --disable-radix-cache exclude each other.",
+    )
+    _require(
+        args.hicache_host_memory_mode != "buffer_only" or args.hicache_storage_backend is not None,
+        "--hicache-host-memory-mode buffer_only needs --hicache-storage-backend.",
+    )
+
+
+_CHECKS: tuple[Callable[[ServerArgsFields], None], ...] = (
+    _check_choices,
+    _check_ranges,
+    _check_model,
+    _check_http,
+    _check_scheduling,
+    _check_parallel,
+    _check_hicache,
+)

@@ -1,0 +1,1 @@
+"""Registration of test files with continuous integration."""

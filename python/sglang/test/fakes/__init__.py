@@ -1,0 +1,1 @@
+"""Stand-ins and fixtures for tests; nothing here runs in a server."""

@@ -1,0 +1,93 @@
+"""A model worker without a model: the next token is a checksum of the KV that the step can see.
+
+`FakeModelWorker` keeps, instead of keys and values, the token id that was written to each slot. A
+step computes the next token from the tokens found *through the request table and the slots*, so
+any mistake in slots, rows, prefix reuse, retraction or chunking changes the output. `next_token`
+over the plain token list is the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import GenerationBatchResult
+from sglang.srt.mem_cache.allocator import (
+    BaseTokenToKVPoolAllocator,
+    create_token_to_kv_pool_allocator,
+)
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+FAKE_VOCAB = 1000
+_MULTIPLIER = 6364136223846793005
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The token that follows `tokens`: order matters, every token matters."""
+    state = len(tokens)
+    for token in tokens:
+        state = (state * _MULTIPLIER + int(token) + 1442695040888963407) & (2**64 - 1)
+    return (state >> 33) % FAKE_VOCAB
+
+
+def oracle(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What any schedule must produce for `prompt`."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeModelWorker:
+    """Stands in for `TpModelWorker`. `num_tokens_computed` counts prefill work."""
+
+    max_tokens_per_step = 1
+
+    def __init__(
+        self, *, num_slots: int, page_size: int, max_requests: int, context_len: int
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.req_to_token_pool = ReqToTokenPool(max_requests, context_len + 1, "cpu")
+        self.allocator = create_token_to_kv_pool_allocator(
+            num_slots, page_size, torch.float32, "cpu", None
+        )
+        self.slot_tokens = np.full(num_slots + page_size, -1, dtype=np.int64)
+        self.last_token_ids = np.zeros(max_requests, dtype=np.int64)
+        self.num_tokens_computed = 0
+        self.num_steps = 0
+
+    def get_memory_pool(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
+        return self.req_to_token_pool, self.allocator
+
+    def extra_pools(self) -> list[Any]:
+        return []
+
+    def clear_cache_pool(self) -> None:
+        return
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Write the new tokens to their slots and derive each next token from its slots."""
+        self.num_steps += 1
+        rows = batch.req_pool_indices
+        if batch.forward_mode is ForwardMode.EXTEND:
+            ids = np.frombuffer(batch.extend_input_ids(), dtype=np.int64)
+            self.num_tokens_computed += len(ids)
+        else:
+            ids = self.last_token_ids[rows]
+        self.slot_tokens[batch.out_cache_loc.numpy()] = ids
+        table = self.req_to_token_pool.req_to_token_cpu.numpy()
+        tokens = [
+            next_token(self.slot_tokens[table[row, :seq_len]])
+            for row, seq_len in zip(rows, batch.seq_lens)
+        ]
+        self.last_token_ids[rows] = tokens
+        return GenerationBatchResult(
+            next_token_ids=torch.tensor(tokens, dtype=torch.int64),
+            logits_output=LogitsProcessorOutput(next_token_logits=torch.empty(0)),
+        )

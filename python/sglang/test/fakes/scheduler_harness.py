@@ -1,0 +1,216 @@
+"""A whole scheduler in one process, driven step by step over a `FakeModelWorker`.
+
+No sockets, no detokenizer: messages go in by `send`, `RequestOutput`s and replies come out in
+lists. Time is real; nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.grammar_manager import GrammarManager
+from sglang.srt.managers.invariant_checker import InvariantChecker
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    RequestOutput,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.output_streamer import OutputStreamer
+from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
+from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
+from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig, SchedulerParts
+from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
+from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.test.fakes.fake_worker import FAKE_VOCAB, FakeModelWorker
+
+
+class _ListReceiver:
+    """Stands in for `RequestReceiver`: hands out what `SchedulerHarness.send` collected."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.now_offset = 0.0  # seconds added to the clock, for tests of deadlines
+
+    def recv(self, *, idle: bool, poll_grammars: Callable[[], list[str]]) -> ReceivedStep:
+        messages, self.messages = self.messages, []
+        return ReceivedStep(
+            messages=messages, ready_grammars=poll_grammars(), now=time.time() + self.now_offset
+        )
+
+
+class SchedulerHarness:
+    """`step()` is one iteration of the chosen loop; `outputs[rid]` collects news by request."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 256,
+        page_size: int = 1,
+        max_requests: int = 16,
+        context_len: int = 128,
+        chunk_size: int | None = None,
+        overlap: bool = False,
+        policy: str = "fcfs",
+        disable_cache: bool = False,
+        max_queued: int | None = None,
+        enable_priority: bool = False,
+        max_prefill_tokens: int = 4096,
+        conservativeness: float = 1.0,
+        worker: Any = None,
+    ) -> None:
+        self.worker = worker or FakeModelWorker(
+            num_slots=num_slots,
+            page_size=page_size,
+            max_requests=max_requests,
+            context_len=context_len,
+        )
+        self.receiver = _ListReceiver()
+        self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        self.replies: list[ControlReqOutput] = []
+        rows, allocator = self.worker.get_memory_pool()
+        self.tree = create_tree_cache(
+            CacheInitParams(
+                req_to_token_pool=rows,
+                token_to_kv_pool_allocator=allocator,
+                page_size=page_size,
+                disable=disable_cache,
+            )
+        )
+        streamer = OutputStreamer(self._on_output, stream_interval=1, dp_rank=0)
+        results = BatchResultProcessor(
+            tree_cache=self.tree,
+            req_to_token_pool=rows,
+            streamer=streamer,
+            decode_tail=lambda ids: "".join(chr(97 + i % 26) for i in ids),
+        )
+        ratio = NewTokenRatio(conservativeness)
+        facts = ReportFacts(
+            server_args={},
+            memory_usage={"weight": 0.0, "kv_cache": 0.0, "graph": 0.0},
+            max_running_requests=max_requests,
+            decode_log_interval=40,
+            dp_rank=0,
+            startup_time=0.0,
+            is_logging_rank=False,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                limits=PrefillLimits(
+                    max_prefill_tokens=max_prefill_tokens,
+                    chunk_size=chunk_size,
+                    page_size=page_size,
+                ),
+                max_running_requests=max_requests,
+                max_queued_requests=max_queued,
+                enable_priority=enable_priority,
+                context_len=context_len,
+                vocab_size=FAKE_VOCAB,
+                eos_token_ids=frozenset({0}),
+                weight_version="default",
+                dp_rank=0,
+                is_rank_zero=True,
+                enable_overlap=overlap,
+            ),
+            SchedulerParts(
+                receiver=cast(RequestReceiver, self.receiver),
+                worker=cast(TpModelWorker, self.worker),
+                draft_worker=None,
+                tree_cache=self.tree,
+                policy=SchedulePolicy(policy, self.tree, enable_priority=enable_priority, seed=0),
+                grammar_manager=GrammarManager(None),
+                result_processor=results,
+                streamer=streamer,
+                reports=SchedulerReports(
+                    facts,
+                    tree_cache=self.tree,
+                    allocator=allocator,
+                    results=results,
+                    metrics=None,
+                    new_token_ratio=ratio,
+                ),
+                profiler=SchedulerProfiler(0, 0),
+                new_token_ratio=ratio,
+                checker=InvariantChecker(
+                    tree_cache=self.tree,
+                    req_to_token_pool=rows,
+                    token_to_kv_pool_allocator=allocator,
+                ),
+                send_to_front=self.replies.append,
+                beat=self._beat,
+            ),
+        )
+        self._steps_left = 0
+
+    # -- driving --------------------------------------------------------------------------------
+
+    def send(self, *messages: Any) -> None:
+        """Messages that the next step receives."""
+        self.receiver.messages.extend(messages)
+
+    def generate(self, rid: str, prompt: Sequence[int], max_new_tokens: int, **fields: Any) -> None:
+        """Queue one request. Fields of SamplingParams and of the message may be given."""
+        own = TokenizedGenerateReqInput.__dataclass_fields__
+        message = {k: v for k, v in fields.items() if k in own}
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=0.0,
+            **{k: v for k, v in fields.items() if k not in own},
+        )
+        params.normalize()
+        self.send(
+            TokenizedGenerateReqInput(
+                rid=rid, input_ids=array("i", prompt), sampling_params=params, **message
+            )
+        )
+
+    def step(self, count: int = 1) -> None:
+        """Run iterations of the event loop that the configuration names."""
+        if count == 0:
+            return
+        self._steps_left = count + 1
+        self.scheduler.stopping = False
+        self.scheduler.run()
+
+    def _beat(self) -> None:
+        # Called at the start of each iteration: the loop leaves after this one when none is left.
+        self._steps_left -= 1
+        if self._steps_left == 1:
+            self.scheduler.stopping = True
+
+    def run_until_idle(self, max_steps: int = 5000) -> None:
+        """Step until every request has ended. Raises AssertionError where that never happens."""
+        for _ in range(max_steps):
+            self.step()
+            if not self.receiver.messages and self.scheduler._is_no_request():
+                self.step(2)  # the idle self-check runs in an iteration without a batch
+                return
+        raise AssertionError(
+            f"still busy after {max_steps} steps: waiting {self.scheduler.waiting_queue}, "
+            f"running {self.scheduler.running_batch.reqs}, chunked {self.scheduler.chunked_req}"
+        )
+
+    # -- looking --------------------------------------------------------------------------------
+
+    def tokens(self, rid: str) -> list[int]:
+        """All output tokens of a request so far."""
+        return [token for output in self.outputs[rid] for token in output.new_token_ids]
+
+    def finish(self, rid: str) -> dict[str, Any] | None:
+        """The finish reason, None while the request runs."""
+        ends = [o.finish_reason for o in self.outputs[rid] if o.finish_reason is not None]
+        if len(ends) > 1:
+            raise AssertionError(f"{rid} ended {len(ends)} times: {ends}")
+        return ends[0] if ends else None
+
+    def _on_output(self, message: BatchTokenIDOutput) -> None:
+        for output in message.outputs:
+            self.outputs[output.rid].append(output)

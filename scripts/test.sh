@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Set up the environment, then check style and types and run the tests.
+#
+#   scripts/test.sh                  ruff, mypy, then the whole test suite
+#   scripts/test.sh ARGUMENTS        pytest ARGUMENTS, nothing else; paths start at the project
+#
+# HISPEC_MODEL_DIR names a folder with the small model; without it, it is fetched when a test
+# needs it. lib.sh lists the other environment variables.
+
+# shellcheck source=scripts/lib.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
+
+ensure_environment test
+
+# More threads than cores to spare make small tensors slower, and tests start several processes.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+
+cd "$ROOT"
+if [ $# -gt 0 ]; then
+  exec "$PY" -m pytest "$@"
+fi
+
+FOLDERS=()
+for folder in python test scripts benchmark; do
+  if [ -d "$folder" ]; then FOLDERS+=("$folder"); fi
+done
+FAILED=()
+check() { # name, command
+  local name="$1"
+  shift
+  say "$name"
+  "$@" || FAILED+=("$name")
+}
+check "ruff check" "$PY" -m ruff check "${FOLDERS[@]}"
+check "ruff format" "$PY" -m ruff format --check "${FOLDERS[@]}"
+check "mypy" "$PY" -m mypy "${FOLDERS[@]}"
+check "pytest" "$PY" -m pytest
+if [ ${#FAILED[@]} -gt 0 ]; then
+  printf '[hispec] failed: %s\n' "${FAILED[@]}" >&2
+  exit 1
+fi
+say "all checks passed"

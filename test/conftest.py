@@ -1,0 +1,65 @@
+"""Settings and fixtures of all tests: few threads, no hub, the small model fetched on demand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Set before any test imports torch, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A name that is no folder must fail at once, not after minutes of asking a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+# Servers that tests start import the package from this tree, installed or not.
+_PYTHON_PATH = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PYTHON_PATH))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine or this run is not meant for, and say why."""
+    needs_cuda = [item for item in items if item.get_closest_marker("cuda")]
+    if needs_cuda and not _cuda_is_available():
+        for item in needs_cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("--run-slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; run it with --run-slow"))
+
+
+def _cuda_is_available() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Path:
+    """Return the folder of the small real model: HISPEC_MODEL_DIR, or fetched into the cache."""
+    named = os.environ.get("HISPEC_MODEL_DIR")
+    if named:
+        folder = Path(named).expanduser()
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"HISPEC_MODEL_DIR={named} holds no config.json")
+        return folder
+    fetched = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "fetch_model.py")],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        check=True,
+    )
+    return Path(fetched.stdout.strip().splitlines()[-1])

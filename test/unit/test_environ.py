@@ -1,0 +1,79 @@
+"""Typed environment variables: defaults, parsing, refusal, overriding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.environ import EnvValueError, envs, parse_bool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_default_when_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_HEALTH_CHECK_TIMEOUT", raising=False)
+    assert envs.SGLANG_HEALTH_CHECK_TIMEOUT.get() == 20.0
+    assert not envs.SGLANG_HEALTH_CHECK_TIMEOUT.is_set()
+
+
+@pytest.mark.parametrize("text", ["1", "true", "True", "YES", "on"])
+def test_true_words(text: str) -> None:
+    assert parse_bool(text) is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "No", "off", ""])
+def test_false_words(text: str) -> None:
+    assert parse_bool(text) is False
+
+
+def test_a_bad_value_raises_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_IS_IN_CI", "maybe")
+    with pytest.raises(EnvValueError, match="SGLANG_IS_IN_CI='maybe'"):
+        envs.SGLANG_IS_IN_CI.get()
+    monkeypatch.setenv("SGLANG_MAX_N", "many")
+    with pytest.raises(EnvValueError, match="SGLANG_MAX_N"):
+        envs.SGLANG_MAX_N.get()
+
+
+def test_set_get_and_clear_reach_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_TEST_MAX_RETRY", raising=False)
+    envs.SGLANG_TEST_MAX_RETRY.set(3)
+    assert os.environ["SGLANG_TEST_MAX_RETRY"] == "3"
+    assert envs.SGLANG_TEST_MAX_RETRY.get() == 3
+    envs.SGLANG_TEST_MAX_RETRY.set(None)
+    assert envs.SGLANG_TEST_MAX_RETRY.get() is None
+    envs.SGLANG_IS_IN_CI.set(False)
+    assert os.environ["SGLANG_IS_IN_CI"] == "0"
+    envs.SGLANG_IS_IN_CI.clear()
+
+
+def test_override_restores_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MAX_N", "5")
+    with pytest.raises(KeyError), envs.SGLANG_MAX_N.override(7):
+        assert envs.SGLANG_MAX_N.get() == 7
+        raise KeyError
+    assert envs.SGLANG_MAX_N.get() == 5
+    monkeypatch.delenv("SGLANG_MAX_N")
+    with envs.SGLANG_MAX_N.override(7):
+        pass
+    assert "SGLANG_MAX_N" not in os.environ
+
+
+def test_every_variable_is_documented_and_its_default_parses() -> None:
+    for variable in envs.all():
+        assert variable.name.startswith("SGLANG_")
+        assert variable.__doc__
+
+
+def test_no_other_module_reads_these_variables_itself() -> None:
+    listing = subprocess.run(
+        ["grep", "-rnE", r"(environ|getenv).*[\"']SGLANG_", str(ROOT / "python"), "--include=*.py"],
+        capture_output=True,
+        text=True,
+    )
+    offenders = [line for line in listing.stdout.splitlines() if "/srt/environ.py" not in line]
+    # Test helpers may set variables for the servers that they start.
+    assert [line for line in offenders if "/sglang/test/" not in line] == []

@@ -1,0 +1,352 @@
+"""ServerArgs: command line, YAML, construction by trainers, derived values and refusals."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt import server_args_validation as validation
+from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
+from sglang.srt.server_args_fields import LEGACY_FLAGS, human_int
+
+
+def _cpu(**kwargs: Any) -> ServerArgs:
+    return ServerArgs(**{"model_path": "m", "device": "cpu", **kwargs})
+
+
+def _parse(*argv: object) -> ServerArgs:
+    return prepare_server_args(["--model-path", "m", "--device", "cpu", *map(str, argv)])
+
+
+def test_defaults_of_the_contract() -> None:
+    args = _cpu()
+    expected = {
+        "tokenizer_path": "m",
+        "served_model_name": "m",
+        "host": "127.0.0.1",
+        "port": 30000,
+        "load_format": "auto",
+        "weight_version": "default",
+        "max_prefill_tokens": 16384,
+        "chunked_prefill_size": 2048,
+        "page_size": 1,
+        "schedule_policy": "fcfs",
+        "schedule_conservativeness": 1.0,
+        "radix_eviction_policy": "lru",
+        "decode_log_interval": 40,
+        "watchdog_timeout": 300,
+        "stream_interval": 1,
+        "log_requests_level": 2,
+        "hicache_mem_layout": "page_first",
+        "hicache_storage_prefetch_policy": "timeout",
+        "hicache_write_policy": "write_through",
+        "hicache_io_backend": "kernel",
+        "hicache_host_memory_fraction": 0.8,
+        "tokenizer_metrics_custom_labels_header": "x-custom-labels",
+        "cpu_weight_format": "fp32",
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert args.url() == "http://127.0.0.1:30000"
+
+
+def test_cpu_gets_float32_torch_native_and_no_graphs() -> None:
+    args = _cpu()
+    assert (args.dtype, args.attention_backend, args.sampling_backend) == (
+        "float32",
+        "torch_native",
+        "pytorch",
+    )
+    assert args.disable_cuda_graph and args.disable_overlap_schedule
+    assert _cpu(dtype="bfloat16").dtype == "bfloat16"
+
+
+def test_overlap_can_be_tried_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_ON_CPU", "1")
+    assert not _cpu().disable_overlap_schedule
+    assert _cpu(disable_overlap_schedule=True).disable_overlap_schedule
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--tp", 2], "tp_size", 2),
+        (["--tensor-parallel-size", 2], "tp_size", 2),
+        (["--dp", 2], "dp_size", 2),
+        (["--data-parallel-size", 2], "dp_size", 2),
+        (["--context-length", "1k"], "context_length", 1000),
+        (["--context-length", "2Ki"], "context_length", 2048),
+        (["--cuda-graph-max-bs", 4], "cuda_graph_max_bs_decode", 4),
+        (["--cuda-graph-bs", 1, 2], "cuda_graph_bs_decode", [1, 2]),
+        (["--bucket-e2e-request-latency", 0.5, 1], "bucket_e2e_request_latency", [0.5, 1.0]),
+        (["--cpu-weight-format", "int8"], "cpu_weight_format", "int8"),
+        (["--chunked-prefill-size", -1], "chunked_prefill_size", -1),
+        (["--disable-overlap"], "disable_overlap_schedule", True),
+        (["--custom-weight-loader"], "custom_weight_loader", []),
+    ],
+)
+def test_flags_aliases_and_abbreviations(argv: list[object], field: str, value: object) -> None:
+    assert getattr(_parse(*argv), field) == value
+
+
+def test_every_field_has_a_flag_and_a_help_text() -> None:
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    actions = {action.dest: action for action in parser._actions}
+    for spec in dataclasses.fields(ServerArgs):
+        assert "--" + spec.name.replace("_", "-") in actions[spec.name].option_strings
+        assert actions[spec.name].help
+
+
+def test_defaults_of_the_parser_are_those_of_the_class() -> None:
+    parsed, constructed = _parse("--random-seed", 1), _cpu(random_seed=1)
+    assert parsed == constructed
+
+
+def test_a_parser_that_renames_flags_still_works() -> None:
+    class Prefixed(argparse.ArgumentParser):
+        def add_argument(self, *names: Any, **options: Any) -> Any:
+            renamed = [name.replace("--", "--sglang-", 1) for name in names]
+            if "dest" in options:
+                options["dest"] = "sglang_" + options["dest"]
+            options.pop("required", None)
+            return super().add_argument(*renamed, **options)
+
+    parser = Prefixed(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    namespace = parser.parse_args(["--sglang-page-size", "16"])
+    assert namespace.sglang_page_size == 16
+
+
+def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path: Path) -> None:
+    config = tmp_path / "server.yaml"
+    config.write_text(
+        "model-path: from-yaml\npage_size: 16\ntp-size: 2\nskip-server-warmup: true\n"
+        "enable-metrics: false\ncuda-graph-bs: [1, 2]\ndevice: cpu\nrevision: null\n"
+    )
+    args = prepare_server_args(["--config", str(config), "--tp", "4"])
+    assert (args.model_path, args.page_size, args.tp_size) == ("from-yaml", 16, 4)
+    assert args.skip_server_warmup and not args.enable_metrics
+    assert args.cuda_graph_bs_decode == [1, 2]
+
+
+@pytest.mark.parametrize("text", ["- a list\n", "a: [b\n", None])
+def test_a_broken_yaml_file_is_a_clear_error(tmp_path: Path, text: str | None) -> None:
+    config = tmp_path / "server.yaml"
+    if text is not None:
+        config.write_text(text)
+    with pytest.raises(ValueError, match="--config"):
+        prepare_server_args(["--config", str(config), "--model", "m"])
+
+
+@pytest.mark.parametrize("legacy", LEGACY_FLAGS, ids=lambda flag: flag.name)
+def test_legacy_flags_are_ignored_with_a_warning(
+    legacy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    argv = [legacy.name] + (["int8"] if legacy.takes_value else [])
+    assert _parse(*argv, "--random-seed", 1) == _cpu(random_seed=1)
+    assert f"{legacy.name} has no effect" in caplog.text
+
+
+def test_legacy_keywords_are_dropped_and_unknown_ones_refused() -> None:
+    args = ServerArgs.from_kwargs(model_path="m", device="cpu", enable_p2p_check=True)
+    assert not hasattr(args, "enable_p2p_check")
+    with pytest.raises(ValueError, match="not_a_flag is not a server argument"):
+        ServerArgs.from_kwargs(model_path="m", device="cpu", not_a_flag=1)
+
+
+def test_trainers_can_iterate_pickle_and_assign() -> None:
+    args = _cpu(random_seed=3)
+    names = {spec.name for spec in dataclasses.fields(ServerArgs)}
+    assert {"model_path", "tp_size", "enable_memory_saver", "nccl_port"} <= names
+    args.host = "::1"
+    assert args.url() == "http://[::1]:30000"
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert dataclasses.asdict(args)["host"] == "::1"
+
+
+def test_a_torch_dtype_is_accepted() -> None:
+    import torch
+
+    assert _cpu(dtype=torch.bfloat16).dtype == "bfloat16"
+
+
+def test_normalising_again_changes_nothing() -> None:
+    args = _cpu()
+    before = dataclasses.asdict(args)
+    args.check()
+    assert dataclasses.asdict(args) == before
+
+
+def test_check_sees_values_assigned_later() -> None:
+    args = _cpu()
+    args.tp_size = 0
+    with pytest.raises(ValueError, match="--tp-size must be at least 1"):
+        args.check()
+
+
+@pytest.mark.parametrize("row", validation.NOT_BUILT, ids=lambda row: row.field)
+def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> None:
+    default = validation._default_of(row.field)
+    other: Any = {bool: True, int: 2, str: "x"}.get(type(default), "x")
+    if isinstance(default, list):
+        other = ["x.y"]
+    hint = next(f for f in dataclasses.fields(ServerArgs) if f.name == row.field)
+    choices = hint.metadata["cli"].choices
+    if choices is not None:
+        allowed = row.allowed or (default,)
+        other = next(choice for choice in choices if choice not in allowed)
+    if row.field == "model_loader_extra_config":
+        other = '{"a": 1}'
+    if row.field in ("lora_paths", "max_lora_rank"):
+        other = ["a=b"] if row.field == "lora_paths" else 8
+    with pytest.raises(ValueError, match="not available in this release") as caught:
+        _cpu(**{row.field: other})
+    text = str(caught.value)
+    assert text.startswith("--" + row.field.replace("_", "-"))
+    assert text.endswith(".") and "\n" not in text
+    _cpu(**{row.field: default})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"page_size": 16, "chunked_prefill_size": 100}, "multiple of --page-size"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size must be positive"),
+        ({"mem_fraction_static": 1.5}, "--mem-fraction-static"),
+        ({"port": 70000}, "--port"),
+        ({"nnodes": 2, "tp_size": 2}, "needs --dist-init-addr"),
+        ({"nnodes": 2, "tp_size": 3, "dist_init_addr": "h:1"}, "multiple of --nnodes"),
+        ({"nnodes": 2, "node_rank": 2, "tp_size": 2, "dist_init_addr": "h:1"}, "--node-rank"),
+        ({"dist_init_addr": "nonsense"}, "host:port"),
+        ({"enable_priority_scheduling": True, "schedule_policy": "lpm"}, "only with"),
+        ({"enable_hierarchical_cache": True, "disable_radix_cache": True}, "exclude each other"),
+        ({"json_model_override_args": "{"}, "not valid JSON"),
+        ({"preferred_sampling_params": "[1]"}, "must be a JSON object"),
+        ({"ssl_keyfile": "k"}, "given together"),
+        ({"schedule_policy": "best"}, "is not one of"),
+        ({"attention_backend": "best"}, "is not one of"),
+        ({"dtype": "int4"}, "is not one of"),
+        ({"log_level": "loud"}, "is not one of"),
+        ({"tp_size": "2"}, "--tp-size must be at least 1"),
+        ({"context_length": "many"}, "not an integer"),
+        ({"max_queued_requests": 0}, "--max-queued-requests"),
+        ({"log_requests_level": 4}, "--log-requests-level"),
+        ({"model_path": ""}, "--model-path"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _cpu(**kwargs)
+
+
+def test_hicache_layout_rules() -> None:
+    args = _cpu()
+    args.enable_hierarchical_cache = True
+    args.hicache_mem_layout, args.hicache_io_backend = "page_first_direct", "kernel"
+    validation.normalize(args)
+    assert args.hicache_io_backend == "direct"
+    args.hicache_mem_layout = "page_first"
+    validation.normalize(args)
+    assert args.hicache_mem_layout == "page_first_direct"
+    args.hicache_storage_backend, args.hicache_mem_layout = "mooncake", "layer_first"
+    args.hicache_io_backend = "kernel"
+    validation.normalize(args)
+    assert args.hicache_mem_layout == "page_first"
+
+
+def test_chunk_default_is_a_multiple_of_the_page() -> None:
+    args = _cpu(page_size=48)
+    assert args.chunked_prefill_size is not None
+    assert args.chunked_prefill_size % 48 == 0 and args.chunked_prefill_size > 1900
+
+
+def test_deterministic_inference_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_DETERMINISTIC_INFERENCE", "1")
+    with pytest.raises(ValueError, match="--enable-deterministic-inference"):
+        _cpu()
+
+
+def test_threads_default_to_the_cores_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(validation, "available_cpu_count", lambda: 12)
+    assert _cpu(tp_size=2, dp_size=2).num_threads == 3
+    assert _cpu(tp_size=16).num_threads == 1
+    assert _cpu(num_threads=5).num_threads == 5
+
+
+def test_ranks_and_gpus_of_a_host() -> None:
+    args = _cpu(tp_size=4, nnodes=2, node_rank=1, dist_init_addr="10.0.0.1:5000", base_gpu_id=1)
+    assert list(args.local_tp_ranks()) == [2, 3]
+    assert [args.gpu_id(rank) for rank in args.local_tp_ranks()] == [1, 2]
+    replicas = _cpu(tp_size=2, dp_size=2, gpu_id_step=2)
+    assert [replicas.gpu_id(tp, dp) for dp in range(2) for tp in range(2)] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("1k", 1000), ("1Ki", 1024), ("1.5k", 1500), ("2M", 2_000_000)]
+)
+def test_human_int(text: str, value: int) -> None:
+    assert human_int(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "k", "1x", "0.5", "1 2"])
+def test_human_int_refuses(text: str) -> None:
+    with pytest.raises(ValueError):
+        human_int(text)
+
+
+def test_port_args_have_one_input_a_replica() -> None:
+    ports = PortArgs.init_new(_cpu(dp_size=2))
+    try:
+        assert len(set(ports.scheduler_input_ipc_names)) == 2
+        assert len(set(ports.dist_init_addrs)) == 2
+        assert pickle.loads(pickle.dumps(ports)) == ports
+    finally:
+        ports.remove_files()
+    assert not Path(ports.ipc_dir).exists()
+
+
+def test_long_temporary_folders_fall_back_to_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    ports = PortArgs.init_new(_cpu())
+    ports.remove_files()
+    assert ports.tokenizer_ipc_name.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["serve"], "--model-path"),
+        (["serve", "--model-path", "m", "--no-such-flag"], "unrecognized arguments"),
+        (["serve", "--model-path", "m", "--tp", "two"], "invalid int value"),
+        (["serve", "--model-path", "m", "--page-size", "16", "--chunked", "7"], "multiple"),
+        (["serve", "--model-path", "m", "--enable-lora"], "LoRA adapters is not available"),
+        (["nonsense"], "unknown command"),
+    ],
+)
+def test_the_command_reports_errors_in_one_line(argv: list[str], text: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang.cli", *argv], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert text in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("sglang: error:")
+
+
+def test_help_and_version() -> None:
+    for argv, text in ((["serve", "--help"], "--page-size"), (["version"], "sglang 0.")):
+        done = subprocess.run(
+            [sys.executable, "-m", "sglang.cli", *argv], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0 and text in done.stdout
