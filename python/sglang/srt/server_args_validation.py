@@ -210,7 +210,8 @@ def _normalize_scheduling(args: ServerArgsFields) -> None:
         args.chunked_prefill_size = _default_chunk(args)
     if args.max_running_requests is None and args.speculative_algorithm is not None:
         args.max_running_requests = 48
-    if args.mem_fraction_static is None:
+    # On CPU the memory is shared with everything else: the sizing of the pools has its own rule.
+    if args.mem_fraction_static is None and args.device == "cuda":
         args.mem_fraction_static = _default_mem_fraction(args)
 
 
@@ -231,11 +232,8 @@ def _default_chunk(args: ServerArgsFields) -> int:
 def _default_mem_fraction(args: ServerArgsFields) -> float:
     """What is left after activations, communication buffers and graphs.
 
-    Source: the documented rule of the command line (reserve in MB). On CPU the pool shares the
-    host with everything else, so it gets half of what weights leave.
+    Source: the documented rule of the command line (reserve in MB).
     """
-    if args.device == "cpu":
-        return 0.5
     total_gb = gpu_memory_gb(args.base_gpu_id)
     if total_gb is None:
         return 0.85

@@ -24,6 +24,7 @@ from sglang.srt.constrained.base_grammar_backend import (
     bitmask_width,
     create_grammar_backend,
 )
+from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.sampler import Sampler, apply_vocab_mask
 from sglang.test.fakes.byte_tokenizer import END_IDS, build_byte_tokenizer, write_byte_tokenizer
 from sglang.test.fakes.sampling_reqs import FakeOutput, FakeReq, batch_info, params
@@ -344,12 +345,14 @@ def test_factory_knows_its_names(tmp_path: Path) -> None:
         create_grammar_backend("llguidance", str(path), VOCAB_SIZE, [VOCAB_SIZE])
 
 
-def test_mask_reaches_exactly_the_given_rows() -> None:
+@pytest.mark.parametrize("unpack", ["_unpack_on_host", "_unpack_on_device"])
+def test_mask_reaches_exactly_the_given_rows(unpack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(3)
     is_allowed = generator.random((2, VOCAB_SIZE)) < 0.5
     padded = np.zeros((2, bitmask_width(VOCAB_SIZE) * 32), dtype=np.uint8)
     padded[:, :VOCAB_SIZE] = is_allowed
     packed = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    monkeypatch.setattr(sampler_module, "_unpack_on_host", getattr(sampler_module, unpack))
     logits = torch.randn((4, VOCAB_SIZE))
     masked = logits.clone()
     apply_vocab_mask(masked, packed, [3, 1])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.sampler import MIN_LOGPROB, Sampler, hash_uniform, nan_rows, sampling_probs
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -137,15 +136,23 @@ def test_mixed_batch_filters_every_row_by_its_own_wishes(vocab_size: int, scale:
         np.testing.assert_allclose(got[~edge], wanted[~edge], rtol=2e-3, atol=1e-7)
 
 
-def test_head_of_the_sorted_vocabulary_gives_the_same_as_all_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    logits = random_logits(6, 20_000, 2.0)
-    wishes: list[dict[str, Any]] = [{"top_p": p} for p in (0.01, 0.3, 0.6, 0.9, 0.99, 0.9999)]
-    info = batch_info([FakeReq(params(**wish)) for wish in wishes], 20_000)
+def test_head_of_the_vocabulary_settles_limited_rows() -> None:
+    wishes = [{"top_k": 5}, {"top_k": 300, "top_p": 0.9}, {}, {"top_k": 1, "top_p": 0.5}]
+    reqs = [FakeReq(params(**wish)) for wish in wishes]
+    logits = random_logits(len(reqs), 5000)
+    info = batch_info(reqs, 5000)
+    assert info.head_size == 300
     by_head = sampling_probs(logits, info)
-    monkeypatch.setattr(sampler_module, "HEAD_SIZES", ())
-    assert torch.equal(by_head, sampling_probs(logits, info))
+    info.head_size = None
+    by_everything = sampling_probs(logits, info)
+    assert torch.equal(by_head > 0, by_everything > 0)
+    assert batch_info([*reqs, FakeReq(params(top_p=0.9))], 5000).head_size is None
+
+
+def test_equally_likely_tokens_are_kept_together() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]])
+    probs = sampling_probs(logits, batch_info([FakeReq(params(top_k=2))], 5))
+    assert (probs[0] > 0).tolist() == [False, True, True, True, False]
 
 
 def test_greedy_rows_take_the_most_likely_token() -> None:
@@ -271,10 +278,11 @@ def test_penalties_follow_the_output_step_by_step() -> None:
         {"frequency_penalty": -1, "presence_penalty": 2, "repetition_penalty": 0.5},
     ]
     reqs = [FakeReq(params(**wish), output_ids=[3, 3, 9]) for wish in wishes]
+    reqs[3].output_ids = []
     info = SamplingBatchInfo.from_reqs(reqs, VOCAB_SIZE, "cpu")
     assert info.has_penalties and info.needs_host_tokens
     generator = np.random.default_rng(SEED)
-    for step in range(6):
+    for step in range(8):
         info.update_host_state(reqs)
         logits = random_logits(len(reqs))
         output = FakeOutput(logits.clone())
@@ -283,14 +291,15 @@ def test_penalties_follow_the_output_step_by_step() -> None:
             wanted = reference_penalties(logits[row].numpy(), req.output_ids, req.sampling_params)
             np.testing.assert_allclose(output.next_token_logits[row].numpy(), wanted, rtol=1e-5)
             # Several tokens a step, as after an accepted draft.
-            req.output_ids.extend(generator.integers(0, 8, size=1 + step % 3).tolist())
+            num_new = 1 + step % 3 if step < 5 else 400  # more cells than there was room for
+            req.output_ids.extend(generator.integers(0, 5 * step + 1, size=num_new).tolist())
 
 
 def test_shrunken_output_of_a_penalised_row_is_noticed() -> None:
     reqs = [FakeReq(params(frequency_penalty=1.0), output_ids=[1, 2])]
     info = batch_info(reqs, VOCAB_SIZE)
     reqs[0].output_ids.pop()
-    with pytest.raises(RuntimeError, match="2 counted, 1 left"):
+    with pytest.raises(RuntimeError, match="2 tokens counted, 1 left"):
         info.update_host_state(reqs)
 
 

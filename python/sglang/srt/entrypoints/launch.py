@@ -239,9 +239,11 @@ def start_subprocesses(
     """Start all children of this host and return without waiting for them.
 
     `exit_on_failure`: a child that dies later ends this process too, with a non-zero code.
-    Raises ValueError when the arguments were changed to something that cannot work.
+    Raises ValueError when the arguments were changed to something that cannot work, LaunchError
+    when a model path is missing.
     """
     server_args.check()
+    _check_paths(server_args)
     metrics_dir = None
     if server_args.enable_metrics:
         owned = not os.environ.get("PROMETHEUS_MULTIPROC_DIR")
@@ -262,6 +264,17 @@ def start_subprocesses(
         launching.abandon()
         raise
     return launching
+
+
+def _check_paths(server_args: ServerArgs) -> None:
+    """Say at once, in one sentence, what a child would take seconds to fail with."""
+    for flag, path in (
+        ("--model-path", server_args.model_path),
+        ("--tokenizer-path", server_args.tokenizer_path),
+    ):
+        is_hub_name = path is None or not path.startswith(("/", "./", "../", "~"))
+        if not is_hub_name and not os.path.exists(os.path.expanduser(path or "")):
+            raise LaunchError(f"{flag} {path} does not exist")
 
 
 @dataclass(slots=True, kw_only=True)

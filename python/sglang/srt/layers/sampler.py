@@ -26,9 +26,6 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 # Reported in the place of -inf, which JSON cannot carry.
 MIN_LOGPROB = -9999.0
-# Sizes of the sorted head that is tried before the whole vocabulary is sorted (CPU only, where
-# looking at the result is free and sorting is slow: 8 ms a row of 49k tokens, 0.5 ms for 256).
-HEAD_SIZES = (256, 4096)
 # top_p values from here on keep everything; comparing sums with 1 would cut rounding dust.
 KEEP_ALL_TOP_P = 2.0
 
@@ -82,7 +79,7 @@ class Sampler:
         self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
     ) -> torch.Tensor:
         if info.is_all_greedy:
-            return logits.argmax(dim=-1)
+            return argmax(logits)
         is_mixed = len(info.sampled_rows) < info.batch_size
         rows = info.sampled_index if is_mixed else None
         probs = sampling_probs(logits, info)
@@ -96,9 +93,17 @@ class Sampler:
         drawn = draw(probs, uniform)
         if not is_mixed:
             return drawn
-        next_token_ids = logits.argmax(dim=-1)
+        next_token_ids = argmax(logits)
         next_token_ids[info.sampled_index] = drawn
         return next_token_ids
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first most likely token of each row of [b, V]: int64 [b]."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    # numpy's is vectorised: 0.04 ms for 8 rows of 49k, 0.7 ms by torch.
+    return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 def adjust_logits(logits: torch.Tensor, info: SamplingBatchInfo) -> None:
@@ -116,18 +121,23 @@ def adjust_logits(logits: torch.Tensor, info: SamplingBatchInfo) -> None:
 
 def apply_vocab_mask(logits: torch.Tensor, vocab_mask: np.ndarray, rows: list[int]) -> None:
     """Set to -inf what `vocab_mask` int32 [len(rows), words] forbids in these rows of [b, V]."""
-    vocab_size = logits.shape[1]
+    unpack = _unpack_on_host if logits.device.type == "cpu" else _unpack_on_device
+    is_allowed = unpack(vocab_mask, logits.device)[:, : logits.shape[1]]
     index = torch.tensor(rows, device=logits.device)
-    if logits.device.type == "cpu":
-        bits = np.unpackbits(vocab_mask.view(np.uint8), axis=1, bitorder="little")
-        is_allowed = torch.from_numpy(bits[:, :vocab_size]).view(torch.bool)
-    else:
-        # Packed over the bus, unpacked there: [r, words, 32] -> [r, V].
-        words = torch.from_numpy(vocab_mask).to(logits.device, non_blocking=True)
-        shifts = torch.arange(32, device=logits.device, dtype=torch.int32)
-        spread = (words.unsqueeze(2) >> shifts) & 1
-        is_allowed = spread.flatten(1)[:, :vocab_size].bool()
     logits[index] = logits[index].masked_fill_(~is_allowed, -torch.inf)
+
+
+def _unpack_on_host(vocab_mask: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int32 [r, words] -> bool [r, 32 words], by numpy: ten times faster than torch on a CPU."""
+    bits = np.unpackbits(vocab_mask.view(np.uint8), axis=1, bitorder="little")
+    return torch.from_numpy(bits).view(torch.bool).to(device)
+
+
+def _unpack_on_device(vocab_mask: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The same, but the bits cross the bus packed."""
+    words = torch.from_numpy(vocab_mask).to(device)
+    shifts = torch.arange(32, device=device, dtype=torch.int32)
+    return ((words.unsqueeze(2) >> shifts) & 1).flatten(1).bool()
 
 
 def sampling_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
@@ -163,44 +173,35 @@ def top_k_top_p_floor(
 
     probs [r, V]; top_ks int64 [r, 1] in [1, V]; top_ps float32 [r, 1]. Top-p keeps the fewest
     most likely tokens whose share reaches p; tokens as likely as the last kept are kept too.
-    `head_size`: how many of the most likely tokens decide, where the caller knows.
+    `head_size`: how many of the most likely tokens settle every row, where the caller knows.
     """
     vocab_size = probs.shape[1]
-    if head_size is not None:
-        return _floor_of_head(probs, top_ks, top_ps, min(head_size, vocab_size))[0]
-    if probs.device.type == "cpu":
-        for size in HEAD_SIZES:
-            if size * 4 > vocab_size:
-                break
-            floor, is_decided = _floor_of_head(probs, top_ks, top_ps, size)
-            if bool(is_decided.all()):
-                return floor
-    return _floor_of_head(probs, top_ks, top_ps, vocab_size)[0]
-
-
-def _floor_of_head(
-    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(floor [r, 1], whether the `size` most likely tokens decide it [r, 1])."""
-    vocab_size = probs.shape[1]
-    if size == vocab_size:
-        head = probs.sort(dim=-1, descending=True).values
-    else:
-        head = probs.topk(size, dim=-1).values
+    size = vocab_size if head_size is None else min(head_size, vocab_size)
+    head = _largest(probs, size)  # [r, size], falling
     ranks = torch.arange(size, device=probs.device)
     kept = head.masked_fill(ranks >= top_ks, 0.0)
     sums = kept.cumsum(dim=-1)
-    # All tokens together have mass 1; what top-k left has what its own tokens sum up to.
-    is_unlimited = top_ks >= vocab_size
-    total = torch.where(is_unlimited, probs.sum(dim=-1, keepdim=True), sums[:, -1:])
-    goals = torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps) * total
+    # Shares are of what top-k has left; comparing sums with 1 would cut rounding dust.
+    goals = torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps) * sums[:, -1:]
     is_in = (sums - kept < goals) & (ranks < top_ks)
     num_kept = is_in.sum(dim=-1, keepdim=True).clamp_(min=1)
     floor = head.gather(1, num_kept - 1)
-    keeps_everything = is_unlimited & (top_ps >= 1.0)
-    floor = floor.masked_fill(keeps_everything, 0.0)
-    is_decided = keeps_everything | (top_ks <= size) | (sums[:, -1:] >= goals)
-    return floor, is_decided
+    # A row without either wish keeps everything, also what lies behind the head.
+    return floor.masked_fill((top_ks >= vocab_size) & (top_ps >= 1.0), 0.0)
+
+
+def _largest(probs: torch.Tensor, size: int) -> torch.Tensor:
+    """The `size` largest values of each row of [r, V], falling."""
+    vocab_size = probs.shape[1]
+    if probs.device.type != "cpu":
+        if size < vocab_size:
+            return probs.topk(size, dim=-1).values
+        return probs.sort(dim=-1, descending=True).values
+    # numpy sorts with vector instructions: 0.2 ms for 49k values, 11 ms by torch.
+    values = probs.numpy()
+    if size < vocab_size:
+        values = np.partition(values, vocab_size - size, axis=-1)[:, vocab_size - size :]
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
 def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

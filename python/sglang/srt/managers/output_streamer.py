@@ -22,11 +22,9 @@ class OutputStreamer:
         self,
         send: Callable[[BatchTokenIDOutput], None] | None,
         *,
-        stream_interval: int,
         dp_rank: int,
     ) -> None:
         self._send = send  # None on ranks other than 0
-        self._stream_interval = stream_interval
         self._dp_rank = dp_rank
         self._outputs: list[RequestOutput] = []
 
@@ -47,10 +45,10 @@ class OutputStreamer:
     def _is_due(self, req: Req) -> bool:
         if not req.stream:
             return False
-        num_new = len(req.output_ids) - req.num_sent_tokens
-        interval = req.sampling_params.stream_interval or self._stream_interval
+        num_sent = req.num_sent_tokens
+        num_new = len(req.output_ids) - num_sent
         # The first token goes out at once: it is what a reader waits for.
-        return num_new > 0 and (req.num_sent_tokens == 0 or num_new >= interval)
+        return num_new > 0 and (num_sent == 0 or num_new >= req.stream_interval)
 
     def _make_output(self, req: Req) -> RequestOutput:
         new_ids = array("i", req.output_ids[req.num_sent_tokens :])

@@ -97,6 +97,8 @@ class WeightVersionSpans:
 
     def as_list(self, num_output_tokens: int) -> list[tuple[str, int, int]]:
         """(version, start, end) of each span; the last end is `num_output_tokens`."""
+        if len(self._starts) == 1:
+            return [(self._starts[0][0], 0, num_output_tokens)]
         ends = [start for _, start in self._starts[1:]] + [num_output_tokens]
         return [(v, s, e) for (v, s), e in zip(self._starts, ends)]
 
@@ -105,7 +107,12 @@ class Req:
     """One request on the scheduler."""
 
     def __init__(
-        self, recv: TokenizedGenerateReqInput, *, eos_token_ids: frozenset[int], weight_version: str
+        self,
+        recv: TokenizedGenerateReqInput,
+        *,
+        eos_token_ids: frozenset[int],
+        weight_version: str,
+        stream_interval: int = 1,
     ) -> None:
         self.rid = recv.rid
         self.origin_input_ids: list[int] = recv.input_ids.tolist()
@@ -115,6 +122,7 @@ class Req:
         self.extra_key = recv.extra_key
         self.priority = recv.priority
         self.stream = recv.stream
+        self.stream_interval = recv.sampling_params.stream_interval or stream_interval
         self.is_health_check = recv.is_health_check
 
         # A token in this set, or the last of the budget, makes the full finish check necessary;

@@ -92,6 +92,7 @@ class SchedulerConfig:
     vocab_size: int
     eos_token_ids: frozenset[int]
     weight_version: str
+    stream_interval: int
     dp_rank: int
     is_rank_zero: bool
     enable_overlap: bool
@@ -448,7 +449,10 @@ class Scheduler:
     def handle_generate_request(self, recv: TokenizedGenerateReqInput) -> None:
         """Build the `Req` and put it in the queue (or in the grammar queue)."""
         req = Req(
-            recv, eos_token_ids=self.config.eos_token_ids, weight_version=self.weight_version
+            recv,
+            eos_token_ids=self.config.eos_token_ids,
+            weight_version=self.weight_version,
+            stream_interval=self.config.stream_interval,
         )
         if recv.is_health_check and not self._has_nothing_to_run():
             # Busy is healthy: the probe must not wait behind real work.

@@ -157,9 +157,7 @@ def build_scheduler(
         receiver_channel = PullChannel(port_args.scheduler_input_ipc_names[dp_rank])
         send_output = PushChannel(port_args.detokenizer_ipc_name).send
         send_control = PushChannel(port_args.tokenizer_ipc_name).send
-    streamer = OutputStreamer(
-        send_output, stream_interval=server_args.stream_interval, dp_rank=dp_rank
-    )
+    streamer = OutputStreamer(send_output, dp_rank=dp_rank)
     results = BatchResultProcessor(
         tree_cache=tree_cache,
         req_to_token_pool=rows,
@@ -228,6 +226,7 @@ def _scheduler_config(
         vocab_size=ready.vocab_size,
         eos_token_ids=frozenset(ready.eos_token_ids),
         weight_version=server_args.weight_version,
+        stream_interval=server_args.stream_interval,
         dp_rank=dp_rank,
         is_rank_zero=is_rank_zero,
         enable_overlap=not server_args.disable_overlap_schedule,

@@ -9,10 +9,25 @@ Row 0 .. page_size-1 of each buffer is the dummy page: padding tokens write ther
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+
+
+def _lazy_zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros; on the CPU from pages that the system zeroes when they are first used.
+
+    `torch.zeros` would write all of a pool of many gigabytes at start-up.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class KVBuffers(NamedTuple):
@@ -208,12 +223,8 @@ class MHATokenToKVPool(KVCache):
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         rows = size + page_size
         # Zeros, not empty: what padding reads from the dummy page must be finite.
-        self.k_data = torch.zeros(
-            (layer_num, rows, head_num, head_dim), dtype=dtype, device=self.device
-        )
-        self.v_data = torch.zeros(
-            (layer_num, rows, head_num, self.v_head_dim), dtype=dtype, device=self.device
-        )
+        self.k_data = _lazy_zeros((layer_num, rows, head_num, head_dim), dtype, self.device)
+        self.v_data = _lazy_zeros((layer_num, rows, head_num, self.v_head_dim), dtype, self.device)
         # Views made once: indexing a tensor by layer on every call costs more than a list.
         self.k_buffer = list(self.k_data.unbind(0))
         self.v_buffer = list(self.v_data.unbind(0))

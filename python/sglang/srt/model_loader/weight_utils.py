@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,7 +96,7 @@ class TorchCheckpoint(Checkpoint):
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError, OSError, EOFError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        except Exception as error:  # pickle errors have no common base
+        except pickle.UnpicklingError as error:
             raise CheckpointError(f"{path} holds more than plain tensors: {error}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{path} does not hold a dictionary of tensors")

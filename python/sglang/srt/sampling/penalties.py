@@ -7,65 +7,82 @@ penalties look at generated tokens only, never at the prompt:
     frequency:   logit - f * (times seen)
     presence:    logit - p                            for tokens seen at least once
 
-Used by `SamplingBatchInfo` on the scheduler thread.
+Only the logits of tokens that were seen are read and written, so the cost follows the length of
+the outputs and not the size of the vocabulary. Used by `SamplingBatchInfo`, scheduler thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+_INITIAL_CAPACITY = 256
+
 
 class PenaltyState:
-    """Token counts of the penalised rows of one batch, brought up to date before each step."""
+    """Token counts of the penalised rows of one batch, brought up to date before each step.
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        params: Sequence[SamplingParams],
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> None:
+    A *cell* is one (row, token) pair that was seen; cells are numbered in order of appearance.
+    """
+
+    def __init__(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
         """`rows`: batch rows with a penalty, `params`: theirs, in the same order."""
         self.rows = list(rows)
-        self._vocab_size = vocab_size
         self._num_counted = [0] * len(self.rows)
-        table = torch.tensor(
+        self._cell_of: list[dict[int, int]] = [{} for _ in self.rows]  # token -> cell, per row
+        self._num_cells = 0
+        # Per penalised row: frequency, presence, repetition.
+        self._wishes = np.array(
             [[p.frequency_penalty, p.presence_penalty, p.repetition_penalty] for p in params],
-            dtype=torch.float32,
-        ).to(device)
-        self._frequency, self._presence, self._repetition = table.unsqueeze(1).unbind(2)  # [p, 1]
-        self._row_index = torch.tensor(self.rows, dtype=torch.int64).to(device)
-        # float32, because it is multiplied with the frequency penalty in every step.
-        self._counts = torch.zeros((len(self.rows), vocab_size), dtype=torch.float32, device=device)
+            dtype=np.float32,
+        ).reshape(-1, 3)
+        # Per cell, grown by doubling: (batch row, token), and
+        # (repetition, frequency * times seen + presence).
+        self._places = np.empty((2, _INITIAL_CAPACITY), dtype=np.int64)
+        self._factors = np.empty((2, _INITIAL_CAPACITY), dtype=np.float32)
 
     def update(self, output_ids: Sequence[Sequence[int]]) -> None:
         """Count what is new in the output of each penalised row (same order as `rows`).
 
         Raises RuntimeError where an output has become shorter: a new state must be built then.
         """
-        slots: list[int] = []
         for index, ids in enumerate(output_ids):
             num_counted = self._num_counted[index]
             if len(ids) < num_counted:
                 raise RuntimeError(
-                    f"row {self.rows[index]}: {num_counted} counted, {len(ids)} left"
+                    f"row {self.rows[index]}: {num_counted} tokens counted, {len(ids)} left"
                 )
-            base = index * self._vocab_size
-            slots.extend(base + token_id for token_id in ids[num_counted:])
+            for token_id in ids[num_counted:]:
+                self._count(index, token_id)
             self._num_counted[index] = len(ids)
-        if slots:
-            index_tensor = torch.tensor(slots, dtype=torch.int64).to(self._counts.device)
-            ones = torch.ones(len(slots), dtype=torch.float32, device=self._counts.device)
-            self._counts.view(-1).index_add_(0, index_tensor, ones)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Penalise the rows of `logits` float32 [b, V], in place."""
-        part = logits.index_select(0, self._row_index)
-        seen = self._counts > 0
-        scaled = torch.where(part > 0, part / self._repetition, part * self._repetition)
-        part = torch.where(seen, scaled - self._presence, part)
-        logits.index_copy_(0, self._row_index, part - self._frequency * self._counts)
+        if self._num_cells == 0:
+            return
+        places = torch.from_numpy(self._places[:, : self._num_cells]).to(logits.device)
+        factors = torch.from_numpy(self._factors[:, : self._num_cells]).to(logits.device)
+        rows, token_ids = places.unbind(0)
+        repetition, subtrahend = factors.unbind(0)
+        values = logits[rows, token_ids]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits.index_put_((rows, token_ids), values - subtrahend)
+
+    def _count(self, index: int, token_id: int) -> None:
+        frequency, presence, repetition = self._wishes[index]
+        cell = self._cell_of[index].get(token_id)
+        if cell is not None:
+            self._factors[1, cell] += frequency
+            return
+        cell = self._num_cells
+        if cell == self._places.shape[1]:
+            self._places = np.concatenate([self._places, np.empty_like(self._places)], axis=1)
+            self._factors = np.concatenate([self._factors, np.empty_like(self._factors)], axis=1)
+        self._cell_of[index][token_id] = cell
+        self._places[:, cell] = self.rows[index], token_id
+        self._factors[:, cell] = repetition, frequency + presence
+        self._num_cells += 1

@@ -106,7 +106,7 @@ class SamplingBatchInfo:
     def from_reqs(
         cls, reqs: Sequence[SamplableReq], vocab_size: int, device: torch.device | str
     ) -> SamplingBatchInfo:
-        """Gather the parameters of `reqs`; two copies to the device, more with bias or penalties.
+        """Gather the parameters of `reqs`; two copies to the device, more with a logit bias.
 
         `update_host_state` must follow before the first step.
         """
@@ -152,9 +152,7 @@ class SamplingBatchInfo:
         info._init_bias(params)
         penalised = [row for row, p in enumerate(params) if p.has_penalties]
         if penalised:
-            info.penalties = PenaltyState(
-                penalised, [params[row] for row in penalised], vocab_size, device
-            )
+            info.penalties = PenaltyState(penalised, [params[row] for row in penalised])
         return info
 
     @property

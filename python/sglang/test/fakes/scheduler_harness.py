@@ -85,7 +85,7 @@ class SchedulerHarness:
                 disable=disable_cache,
             )
         )
-        streamer = OutputStreamer(self._on_output, stream_interval=1, dp_rank=0)
+        streamer = OutputStreamer(self._on_output, dp_rank=0)
         results = BatchResultProcessor(
             tree_cache=self.tree,
             req_to_token_pool=rows,
@@ -116,6 +116,7 @@ class SchedulerHarness:
                 vocab_size=FAKE_VOCAB,
                 eos_token_ids=frozenset({0}),
                 weight_version="default",
+                stream_interval=1,
                 dp_rank=0,
                 is_rank_zero=True,
                 enable_overlap=overlap,

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.openai.protocol import CommonRequest
 from sglang.srt.entrypoints.openai.template_manager import TemplateManager
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -94,7 +94,8 @@ class OpenAIServingBase:
         """The native request; `fields` add the prompt and the logprob wishes."""
         return GenerateReqInput(
             sampling_params=sampling_params,
-            rid=request.rid,
+            # One base id: the choices' ids begin with it, so that one abort reaches them all.
+            rid=request.rid or new_rid(),
             stream=request.stream,
             return_text_in_logprobs=True,
             return_hidden_states=request.return_hidden_states,
@@ -168,6 +169,12 @@ def response_format_params(response_format: dict[str, Any] | None) -> dict[str, 
         "response_format.type must be text, json_object, json_schema or structural_tag, "
         f"got {kind!r}."
     )
+
+
+def response_id(native: GenerateReqInput) -> str:
+    """The `id` of an answer: the same in all its chunks and choices."""
+    rid = native.rid
+    return rid[0] if isinstance(rid, list) else rid or ""
 
 
 def finish_fields(meta: dict[str, Any]) -> dict[str, Any]:

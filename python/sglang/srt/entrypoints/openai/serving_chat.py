@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import (
     OpenAIServingBase,
     finish_fields,
+    response_id,
     model_sampling_defaults,
     sglext,
     unix_time,
@@ -38,7 +39,7 @@ class OpenAIServingChat(OpenAIServingBase):
         answers = answer if isinstance(answer, list) else [answer]
         metas = [item["meta_info"] for item in answers]
         response: dict[str, Any] = {
-            "id": metas[0]["id"],
+            "id": response_id(native),
             "object": "chat.completion",
             "created": unix_time(),
             "model": self.model_name(request),
@@ -61,6 +62,7 @@ class OpenAIServingChat(OpenAIServingBase):
         native = await self._native(request)
         metas: dict[int, dict[str, Any]] = {}
         head: dict[str, Any] = {
+            "id": response_id(native),
             "object": "chat.completion.chunk",
             "created": unix_time(),
             "model": self.model_name(request),
@@ -73,12 +75,12 @@ class OpenAIServingChat(OpenAIServingBase):
             metas[index] = meta
             last = item
             for choice in self._chunk_choices(request, index, item, is_first):
-                chunk = {"id": meta["id"], **head, "choices": [choice]}
+                chunk = {**head, "choices": [choice]}
                 if continuous:
                     chunk["usage"] = self.usage([meta], 1)
                 yield chunk
         ordered = [metas[index] for index in sorted(metas)]
-        tail = {"id": ordered[0]["id"], **head, "choices": []}
+        tail = {**head, "choices": []}
         extension = self._extension(request, {**last, "meta_info": ordered[0]})
         if extension is not None:
             yield {**tail, "sglext": extension}

@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import (
     OpenAIServingBase,
     finish_fields,
+    response_id,
     sglext,
     unix_time,
     version_metadata,
@@ -33,7 +34,7 @@ class OpenAIServingCompletion(OpenAIServingBase):
         answers = answer if isinstance(answer, list) else [answer]
         metas = [item["meta_info"] for item in answers]
         response: dict[str, Any] = {
-            "id": metas[0]["id"],
+            "id": response_id(native),
             "object": "text_completion",
             "created": unix_time(),
             "model": self.model_name(request),
@@ -56,7 +57,12 @@ class OpenAIServingCompletion(OpenAIServingBase):
         prompts, is_batch = read_prompts(request.prompt)
         native = self._native(request, prompts, is_batch)
         metas: dict[int, dict[str, Any]] = {}
-        head = {"object": "text_completion", "created": unix_time()}
+        head: dict[str, Any] = {
+            "id": response_id(native),
+            "object": "text_completion",
+            "created": unix_time(),
+            "model": self.model_name(request),
+        }
         continuous = self.wants_continuous_usage(request)
         source = self.manager.generate_request(native, connection, incremental=True)
         async for item in source:
@@ -64,9 +70,7 @@ class OpenAIServingCompletion(OpenAIServingBase):
             is_first = index not in metas
             metas[index] = meta
             chunk = {
-                "id": meta["id"],
                 **head,
-                "model": self.model_name(request),
                 "choices": [
                     self._choice(request, index, item, prompts[index // request.n], is_first)
                 ],
@@ -75,7 +79,7 @@ class OpenAIServingCompletion(OpenAIServingBase):
                 chunk["usage"] = self.usage([meta], 1)
             yield chunk
         ordered = [metas[index] for index in sorted(metas)]
-        tail = {"id": ordered[0]["id"], **head, "model": self.model_name(request), "choices": []}
+        tail = {**head, "choices": []}
         extension = sglext(request, ordered[0])
         if extension is not None:
             yield {**tail, "sglext": extension}

@@ -195,7 +195,7 @@ def _decode(
     if window not in metadata.masks:
         positions = torch.arange(metadata.slots.shape[1], device=queries.device)
         lengths = metadata.seq_lens.unsqueeze(1)
-        visible = positions <= lengths
+        visible = positions < lengths
         if window is not None:
             visible &= positions >= lengths - window
         metadata.masks[window] = visible[:, None, None, :]

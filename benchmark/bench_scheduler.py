@@ -1,0 +1,126 @@
+"""Host time of one scheduler step (target P17: at most 1 ms, aim 0.3 ms, 256 running requests).
+
+Runs the real scheduler, batch building and output path over a model runner that computes nothing,
+so that all time measured is the host's own (CPU time of the scheduler thread). Two rows: requests that stream (every step makes a
+message for each of them, encoded as it would travel) and requests that do not.
+
+    python benchmark/bench_scheduler.py [--requests 256] [--steps 300] [--small] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers import ipc
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.allocator import create_token_to_kv_pool_allocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.test.fakes.scheduler_harness import SchedulerHarness
+
+PROMPT_LEN = 32
+
+
+class NullRunner:
+    """Everything a worker needs of a runner, without a model: the next token is always 7."""
+
+    def __init__(self, num_requests: int, context_len: int, page_size: int) -> None:
+        self.device = torch.device("cpu")
+        slots = num_requests * context_len // page_size * page_size
+        self.req_to_token_pool = ReqToTokenPool(num_requests, context_len + 1, "cpu")
+        self.token_to_kv_pool_allocator = create_token_to_kv_pool_allocator(
+            slots, page_size, torch.float32, "cpu", None
+        )
+        self.token_to_kv_pool = None
+        self.model_config = SimpleNamespace()
+
+    def forward(self, forward_batch: Any) -> LogitsProcessorOutput:
+        return LogitsProcessorOutput(next_token_logits=torch.empty(0))
+
+    def sample(self, logits: Any, forward_batch: Any) -> torch.Tensor:
+        return torch.full((forward_batch.batch_size,), 7, dtype=torch.int64)
+
+    def nan_rows(self, logits: Any) -> None:
+        return None
+
+
+def measure(num_requests: int, num_steps: int, page_size: int, *, stream: bool) -> dict[str, Any]:
+    """Median and 90th percentile of one iteration of the overlap loop, in microseconds."""
+    warmup = 10
+    context_len = PROMPT_LEN + num_steps + warmup + 16
+    runner = NullRunner(num_requests, context_len, page_size)
+    worker = TpModelWorker(cast(ModelRunner, runner))
+    harness = SchedulerHarness(
+        worker=worker,
+        page_size=page_size,
+        max_requests=num_requests,
+        context_len=context_len,
+        max_prefill_tokens=1 << 30,
+        overlap=True,
+        conservativeness=0.01,
+    )
+    sent_bytes = 0
+
+    def on_output(message: Any) -> None:
+        nonlocal sent_bytes
+        sent_bytes += len(ipc.encode(message))
+
+    harness.scheduler.streamer._send = on_output
+    for index in range(num_requests):
+        prompt = [1 + (index * 31 + i) % 900 for i in range(PROMPT_LEN)]
+        harness.generate(f"r{index}", prompt, num_steps + warmup, stream=stream, ignore_eos=True)
+    harness.step(warmup)
+    running = len(harness.scheduler.running_batch)
+    times = []
+    for _ in range(num_steps):
+        start = time.thread_time()
+        harness.step()
+        times.append((time.thread_time() - start) * 1e6)
+    times = times[: num_steps - 5]  # the last steps end the requests
+    return {
+        "running": running,
+        "page_size": page_size,
+        "stream": stream,
+        "median_us": round(statistics.median(times), 1),
+        "p90_us": round(statistics.quantiles(times, n=10)[8], 1),
+        "min_us": round(min(times), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256, help="running requests")
+    parser.add_argument("--steps", type=int, default=300, help="steps measured")
+    parser.add_argument("--small", action="store_true", help="8 requests, 30 steps: a self-test")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    if args.small:
+        args.requests, args.steps = 8, 30
+    torch.set_num_threads(1)
+    rows = [
+        measure(args.requests, args.steps, page_size, stream=stream)
+        for page_size in (1, 16)
+        for stream in (False, True)
+    ]
+    sys.stdout.write(f"{'running':>8} {'page':>5} {'stream':>7} {'median us':>10} {'p90 us':>9}\n")
+    for row in rows:
+        sys.stdout.write(
+            f"{row['running']:>8} {row['page_size']:>5} {row['stream']!s:>7} "
+            f"{row['median_us']:>10} {row['p90_us']:>9}\n"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

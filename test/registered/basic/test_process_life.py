@@ -1,0 +1,202 @@
+"""Life and death of a real server's processes: start, stop, crash, two hosts, two replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from sglang.srt.utils.network import get_free_ports
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+
+register_cpu_ci(est_time=120, suite="basic")
+
+START_TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_checkpoint(folder, "llama")
+    return folder
+
+
+class Server:
+    """A server started by the command line, and what it wrote."""
+
+    def __init__(self, model_path: Path, log: Path, *flags: object, port: int | None = None) -> None:
+        self.port = port or get_free_ports(1)[0]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "sglang.cli", "serve", "--model-path", str(model_path)]
+        command += ["--device", "cpu", "--port", str(self.port), "--max-total-tokens", "2048"]
+        command += ["--num-threads", "1", *map(str, flags)]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+        self.children: list[psutil.Process] = []
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.get("/ready") != 200:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def get(self, path: str) -> int | None:
+        try:
+            return requests.get(self.url + path, timeout=5).status_code
+        except requests.RequestException:
+            return None
+
+    def generate(self, max_new_tokens: int = 4) -> requests.Response:
+        body = {"text": "hi", "sampling_params": {"max_new_tokens": max_new_tokens}}
+        return requests.post(self.url + "/generate", json=body, timeout=60)
+
+    def scheduler(self, rank: str = "scheduler") -> psutil.Process:
+        """The child with the most memory is a scheduler: it alone loads torch."""
+        return max(self.children, key=lambda child: child.memory_info().rss)
+
+    def assert_gone(self) -> None:
+        left = [child for child in self.children if child.is_running()]
+        assert [c for c in left if c.status() != psutil.STATUS_ZOMBIE] == []
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+@contextmanager
+def _serving(*arguments: Any, **options: Any) -> Iterator[Server]:
+    server = Server(*arguments, **options)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def test_sigterm_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log") as server:
+        server.wait_ready()
+        assert server.generate().status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0, server.log.read_text()
+        server.assert_gone()
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_sigterm_to_the_whole_group_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
+    # What `timeout` and terminals do: every process gets the signal at once.
+    with _serving(model_path, tmp_path / "log") as server:
+        server.wait_ready()
+        for process in [psutil.Process(server.process.pid), *server.children]:
+            process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0, server.log.read_text()
+        server.assert_gone()
+
+
+def test_sigterm_while_starting(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log") as server:
+        deadline = time.monotonic() + 30
+        parent = psutil.Process(server.process.pid)
+        while len(parent.children(recursive=True)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        server.children = parent.children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0, server.log.read_text()
+        server.assert_gone()
+
+
+def test_a_killed_scheduler_ends_the_server(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log") as server:
+        server.wait_ready()
+        assert server.get("/health") == 200
+        server.scheduler().kill()
+        killed = time.monotonic()
+        while server.get("/health") == 200:
+            assert time.monotonic() - killed < 5, "/health is still 200 after 5 s"
+        assert server.process.wait(15) == 128 + signal.SIGKILL
+        server.assert_gone()
+        log = server.log.read_text()
+        assert "The server cannot go on: scheduler TP0" in log and "SIGKILL" in log
+
+
+def test_two_tensor_parallel_ranks_end_together(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log", "--tp", 2) as server:
+        server.wait_ready()
+        assert server.generate().status_code == 200
+        server.scheduler().kill()
+        assert server.process.wait(15) != 0
+        server.assert_gone()
+
+
+def test_replicas_share_one_port(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log", "--dp", 2) as server:
+        server.wait_ready()
+        ranks = {server.generate().json()["meta_info"]["dp_rank"] for _ in range(4)}
+        assert ranks == {0, 1}
+        states = requests.get(server.url + "/server_info", timeout=10).json()["internal_states"]
+        assert len(states) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+
+
+def test_two_hosts_on_one_machine(model_path: Path, tmp_path: Path) -> None:
+    meeting = f"127.0.0.1:{get_free_ports(1)[0]}"
+    flags = ("--tp", 2, "--nnodes", 2, "--dist-init-addr", meeting, "--node-rank")
+    with (
+        _serving(model_path, tmp_path / "log1", *flags, 1) as second,
+        _serving(model_path, tmp_path / "log0", *flags, 0) as first,
+    ):
+        first.wait_ready()
+        assert first.generate().status_code == 200
+        assert second.get("/health") is None
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(15) == 0, first.log.read_text()
+        assert second.process.wait(15) == 0, second.log.read_text()
+
+
+def test_a_busy_port_is_reported_before_anything_is_loaded(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_WAIT_PORT_TIMEOUT", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        with _serving(model_path, tmp_path / "log", port=port) as server:
+            assert server.process.wait(30) == 1
+            assert f"127.0.0.1:{port} is in use" in server.log.read_text()
+
+
+def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
+    with _serving(tmp_path / "nothing", tmp_path / "log") as server:
+        assert server.process.wait(30) == 1
+        log = server.log.read_text()
+        assert "nothing does not exist" in log and "Traceback" not in log
+
+
+def test_a_corrupt_model_shows_the_cause(model_path: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model_path.iterdir():
+        if file.suffix == ".safetensors":
+            (broken / file.name).write_bytes(file.read_bytes()[:1000])
+        else:
+            os.link(file, broken / file.name)
+    with _serving(broken, tmp_path / "log") as server:
+        assert server.process.wait(60) == 1
+        assert "The server did not start: scheduler TP0 failed to start" in server.log.read_text()
