@@ -1,8 +1,9 @@
 """Host time of one scheduler step (target P17: at most 1 ms, aim 0.3 ms, 256 running requests).
 
 Runs the real scheduler, batch building and output path over a model runner that computes nothing,
-so that all time measured is the host's own (CPU time of the scheduler thread). Two rows: requests that stream (every step makes a
-message for each of them, encoded as it would travel) and requests that do not.
+so that all time measured is the host's own: CPU time of the scheduler thread. Rows: requests that
+stream (every step makes a message for each of them, encoded as it would travel) and requests that
+do not, page sizes 1 and 16.
 
     python benchmark/bench_scheduler.py [--requests 256] [--steps 300] [--small] [--json FILE]
 """

@@ -24,7 +24,6 @@ from sglang.srt.managers.io_struct import (
     GetLoadsReqOutput,
     LogprobDelta,
     RequestOutput,
-    TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.ipc import (
     AsyncPullChannel,
@@ -55,9 +54,7 @@ def _instance(cls: type) -> Any:
     """An instance with some value for every field without a default."""
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(cls):
-        if (
-            spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        ):
+        if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             values[spec.name] = {
                 "str": "x",
                 "int": 1,
@@ -254,21 +251,22 @@ def test_several_writers_one_reader(address: str) -> None:
     pushes = [PushChannel(address) for _ in range(3)]
     for rank, push in enumerate(pushes):
         push.send(BatchStrOutput(outputs=[], dp_rank=rank))
-    ranks = set()
+    ranks: set[int] = set()
     while len(ranks) < 3:
         message = pull.recv(5)
         assert message is not None
         ranks.add(message.dp_rank)
-    for channel in [*pushes, pull]:
-        channel.close()
+    for push in pushes:
+        push.close()
+    pull.close()
 
 
-def test_two_readers_of_one_channel_are_refused(address: str) -> None:
+def test_two_readers_of_one_channel_are_refused() -> None:
     import zmq
 
     tcp = "tcp://127.0.0.1:*"
     first = PullChannel(tcp)
-    bound = first._socket.getsockopt(zmq.LAST_ENDPOINT).decode()
+    bound = str(first._socket.getsockopt_string(zmq.LAST_ENDPOINT))
     with pytest.raises(zmq.ZMQError):
         PullChannel(bound)
     first.close()

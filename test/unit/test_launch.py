@@ -88,7 +88,12 @@ def test_death_of_a_child_is_told_with_its_cause() -> None:
     launched = launch.launch_subprocesses(_args(), exit_on_failure=False)
     told: list[str] = []
     seen = threading.Event()
-    launched.watchdog.add_failure_callback(lambda reason: (told.append(reason), seen.set()))  # type: ignore[func-returns-value]
+
+    def tell(reason: str) -> None:
+        told.append(reason)
+        seen.set()
+
+    launched.watchdog.add_failure_callback(tell)
     try:
         os.kill(launched.processes[0].pid or 0, signal.SIGKILL)
         assert seen.wait(5), "the watchdog did not notice within 5 s"

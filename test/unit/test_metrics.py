@@ -25,6 +25,7 @@ from sglang.srt.observability.metrics import (
     TokenizerLabels,
     TokenizerMetrics,
     parse_extra_labels,
+    parse_token_buckets,
 )
 
 SCHEDULER = SchedulerLabels(model_name="m", tp_rank=1, extra={"zone": "a"})
@@ -182,6 +183,18 @@ def test_extra_labels() -> None:
     assert parse_extra_labels('{"a": 1}') == {"a": "1"}
 
 
+def test_rules_for_token_buckets() -> None:
+    assert parse_token_buckets(None) is None
+    assert parse_token_buckets(["default"]) is None
+    assert parse_token_buckets(["10", "5"]) == parse_token_buckets(["custom", "5", "10"]) == [5, 10]
+    assert parse_token_buckets(["tse", "1000", "2", "8"]) == [
+        984, 992, 996, 998, 1000, 1002, 1004, 1008, 1016,
+    ]  # fmt: skip
+    for bad in (["tse", "1"], ["tse", "1", "1", "8"], ["custom"], ["many"]):
+        with pytest.raises(ValueError, match="token buckets"):
+            parse_token_buckets(bad)
+
+
 async def _call(app: Any, path: str, method: str = "GET") -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
@@ -262,6 +275,8 @@ def test_the_metrics_of_all_processes_come_together() -> None:
     values = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in lines}
     running = [v for k, v in values.items() if k.startswith("sglang:num_running_reqs{")]
     decoded = [v for k, v in values.items() if 'mode="decode"' in k]
-    gaps = [v for k, v in values.items() if k.startswith("sglang:inter_token_latency_seconds_count")]
+    gaps = [
+        v for k, v in values.items() if k.startswith("sglang:inter_token_latency_seconds_count")
+    ]
     assert (running, decoded, gaps) == (["4.0"], ["10.0"], ["2.0"])
     assert "_created" not in done.stdout

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sglang.srt.environ import envs
+from sglang.srt.observability.metrics import parse_token_buckets
 from sglang.srt.server_args_fields import (
     CliArg,
     ServerArgsFields,
@@ -361,6 +362,11 @@ def _check_http(args: ServerArgsFields) -> None:
     )
 
 
+def _check_metrics(args: ServerArgsFields) -> None:
+    for rule in (args.prompt_tokens_buckets, args.generation_tokens_buckets):
+        parse_token_buckets(rule)
+
+
 def _check_scheduling(args: ServerArgsFields) -> None:
     chunk, page = args.chunked_prefill_size, args.page_size
     assert chunk is not None and page is not None
@@ -412,6 +418,7 @@ _CHECKS: tuple[Callable[[ServerArgsFields], None], ...] = (
     _check_ranges,
     _check_model,
     _check_http,
+    _check_metrics,
     _check_scheduling,
     _check_parallel,
     _check_hicache,

@@ -88,7 +88,9 @@ def mixed_prompts() -> list[str]:
         "red green blue " * 30,
         "x = x + 1\n" * 25,
     ]
-    shared = [_PARAGRAPH + f"Question {i}: what is the role of level {i}? Answer:" for i in range(4)]
+    shared = [
+        _PARAGRAPH + f"Question {i}: what is the role of level {i}? Answer:" for i in range(4)
+    ]
     code = [_CODE, _CODE + "    def enqueue(self, item):\n", "/* C */\nint main(void) {\n    "]
     odd = ["a", " \n\n"]
     prompts = _SHORT + chats[:7] + long + repeated + shared + code + odd

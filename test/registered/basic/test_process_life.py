@@ -36,7 +36,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     """A server started by the command line, and what it wrote."""
 
-    def __init__(self, model_path: Path, log: Path, *flags: object, port: int | None = None) -> None:
+    def __init__(
+        self, model_path: Path, log: Path, *flags: object, port: int | None = None
+    ) -> None:
         self.port = port or get_free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -62,10 +64,10 @@ class Server:
             return None
 
     def generate(self, max_new_tokens: int = 4) -> requests.Response:
-        body = {"text": "hi", "sampling_params": {"max_new_tokens": max_new_tokens}}
+        body: dict[str, Any] = {"text": "hi", "sampling_params": {"max_new_tokens": max_new_tokens}}
         return requests.post(self.url + "/generate", json=body, timeout=60)
 
-    def scheduler(self, rank: str = "scheduler") -> psutil.Process:
+    def scheduler(self) -> psutil.Process:
         """The child with the most memory is a scheduler: it alone loads torch."""
         return max(self.children, key=lambda child: child.memory_info().rss)
 

@@ -118,7 +118,7 @@ def test_expert_layers() -> None:
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers"])
 def test_missing_size_is_named(key: str) -> None:
     with pytest.raises(ModelConfigError, match=key):
-        build(**{key: None})
+        ModelConfig.from_dict({**tiny_config("llama"), key: None})
 
 
 @pytest.mark.parametrize("text", ["[1]", "{bad"])

@@ -46,7 +46,7 @@ def test_linear_equals_torch_in_every_format(k: int, weight_format: ops.WeightFo
     weight = torch.randn(53, k) / k**0.5
     bias = torch.randn(53)
     stored = weight if weight_format == "fp32" else ops.CompressedWeight(weight, weight_format)
-    for n in range(1, native.SMALL_ROWS + 1):
+    for n in (*range(1, 10), native.SMALL_ROWS):
         x = torch.randn(n, k)
         close(native.linear(x, stored, bias), reference.linear(x, stored, bias))
         close(native.linear(x, stored), reference.linear(x, stored))
@@ -89,6 +89,8 @@ def test_linear_reads_rows_that_lie_apart_and_rejects_broken_rows() -> None:
             ops.linear(torch.randn(40, 4).T, weight)
         with pytest.raises(ValueError, match="float32"):
             ops.linear(torch.randn(4, 40).double(), weight)
+        with pytest.raises(ValueError, match="not supported"):
+            ops.linear(torch.randn(4, 40), weight.double())
         with pytest.raises(ValueError, match="fit"):
             ops.linear(torch.randn(4, 39), weight)
 
@@ -137,7 +139,8 @@ def test_lossless_format_is_found_only_where_nothing_is_lost() -> None:
 
 @needs_kernels
 def test_lossless_copy_gives_the_bits_of_the_float32_weight() -> None:
-    for dtype, weight_format in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+    formats: dict[torch.dtype, ops.WeightFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    for dtype, weight_format in formats.items():
         weight = torch.randn(50, 120).to(dtype).float()
         weight[0, :4] = torch.tensor([0.0, -0.0, 2.0**-20, -(2.0**-14)])
         stored = ops.CompressedWeight(weight, weight_format)
@@ -264,7 +267,8 @@ def test_extend_attention_equals_torch(
 @needs_kernels
 def test_attention_of_a_request_does_not_depend_on_its_batch_or_chunks() -> None:
     lengths = [200, 31]
-    *paged, requests = paged_case(lengths, 9, 3, 64, torch.float32)
+    keys, values, table, requests = paged_case(lengths, 9, 3, 64, torch.float32)
+    paged = (keys, values, table)
     q = torch.randn(200, 9, 64)
 
     def extend(first: int, last: int) -> torch.Tensor:
@@ -281,13 +285,14 @@ def test_attention_of_a_request_does_not_depend_on_its_batch_or_chunks() -> None
 
 @needs_kernels
 def test_attention_writes_into_out_and_checks_its_inputs() -> None:
-    *paged, requests = paged_case([9], 4, 2, 8, torch.float32)
+    keys, values, table, requests = paged_case([9], 4, 2, 8, torch.float32)
+    paged = (keys, values, table)
     q, out, lengths = torch.randn(1, 4, 8), torch.zeros(1, 4, 8), torch.tensor([9])
     result = native.decode_attention(q, *paged, requests, lengths, 1.0, out)
     assert result is out
     assert bool(out.abs().sum() > 0)
     with pytest.raises(ValueError, match="int32"):
-        native.decode_attention(q, *paged[:2], paged[2].long(), requests, lengths, 1.0)
+        native.decode_attention(q, keys, values, table.long(), requests, lengths, 1.0)
     with pytest.raises(ValueError, match="add up"):
         native.extend_attention(q, *paged, requests, lengths * 0, lengths, 1.0)
 

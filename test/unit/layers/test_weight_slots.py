@@ -77,7 +77,7 @@ def test_merged_columns_keep_each_part_together(as_rank: Callable[[int, int], No
     for rank, layer in enumerate(layers):
         gate = full["a.gate_proj.weight"][2 * rank : 2 * rank + 2]
         up = full["a.up_proj.weight"][4 * rank : 4 * rank + 4]
-        assert torch.equal(layer.weight, torch.cat((gate, up)))
+        assert torch.equal(layer.get_parameter("weight"), torch.cat((gate, up)))
 
 
 @pytest.mark.parametrize(("size", "kv_head_of_rank"), [(1, [0]), (2, [0, 1]), (4, [0, 0, 1, 1])])
@@ -103,7 +103,7 @@ def test_qkv_heads(
 def test_vocabulary_padding_stays_zero(as_rank: Callable[[int, int], None]) -> None:
     full = {"a.proj.weight": torch.randn(5, 3)}
     layers = filled_on_each_rank(lambda: VocabParallelEmbedding(5, 3), full, 4, as_rank)
-    rows = torch.cat([layer.weight for layer in layers])
+    rows = torch.cat([layer.get_parameter("weight") for layer in layers])
     assert torch.equal(rows[:5], full["a.proj.weight"])
     assert rows.shape == (8, 3) and not rows[5:].any()
 

@@ -310,7 +310,6 @@ def test_abort_takes_a_prefix_and_returns_what_there_is(tmp_path: Path) -> None:
 def test_disconnect_aborts_this_request_only(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         front.scheduler.step_s = 0.02
-        front.manager.is_pause = False
         client = Client()
         request = GenerateReqInput(text="a", rid="req-1", sampling_params=ENDLESS)
         task = asyncio.create_task(anext(front.manager.generate_request(request, client)))
@@ -513,6 +512,7 @@ def test_requests_spread_over_replicas(tmp_path: Path) -> None:
 def test_control_requests_time_out_and_late_replies_are_dropped(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         front.scheduler.silent = True
+        await asyncio.sleep(0.05)  # it may be waiting for a message right now
         with pytest.raises(EngineUnavailableError, match="no reply within 0.05 s"):
             await front.manager.control.ping(0.05)
         front.scheduler.silent = False

@@ -65,20 +65,22 @@ class Pair:
     def __init__(self, folder: Path) -> None:
         config = ModelConfig.from_path(str(folder))
         self.ours: LanguageModel = load_model(config, show_progress=False)
-        self.reference, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             output_loading_info=True,
             attn_implementation="eager",
             experts_implementation="eager",
         )
-        self.reference.eval()
+        reference, info = loaded
+        self.reference: Any = reference.eval()
         assert not info["missing_keys"] and not info["unexpected_keys"], info
 
     @torch.inference_mode()
     def reference_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [len(tokens), V]"""
-        return self.reference(torch.tensor([tokens])).logits[0].float()
+        logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+        return logits.float()
 
     @torch.inference_mode()
     def reference_greedy(self, prompt: list[int], num_tokens: int) -> list[int]:

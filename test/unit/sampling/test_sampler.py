@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.sampler import MIN_LOGPROB, Sampler, hash_uniform, nan_rows, sampling_probs
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
+from sglang.srt.sampling import penalties as penalties_module
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.test.fakes.sampling_reqs import FakeOutput, FakeReq, batch_info, params
 
@@ -137,7 +139,12 @@ def test_mixed_batch_filters_every_row_by_its_own_wishes(vocab_size: int, scale:
 
 
 def test_head_of_the_vocabulary_settles_limited_rows() -> None:
-    wishes = [{"top_k": 5}, {"top_k": 300, "top_p": 0.9}, {}, {"top_k": 1, "top_p": 0.5}]
+    wishes: list[dict[str, Any]] = [
+        {"top_k": 5},
+        {"top_k": 300, "top_p": 0.9},
+        {},
+        {"top_k": 1, "top_p": 0.5},
+    ]
     reqs = [FakeReq(params(**wish)) for wish in wishes]
     logits = random_logits(len(reqs), 5000)
     info = batch_info(reqs, 5000)
@@ -147,6 +154,19 @@ def test_head_of_the_vocabulary_settles_limited_rows() -> None:
     by_everything = sampling_probs(logits, info)
     assert torch.equal(by_head > 0, by_everything > 0)
     assert batch_info([*reqs, FakeReq(params(top_p=0.9))], 5000).head_size is None
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_quick_head_gives_the_same_as_the_whole_vocabulary(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = random_logits(7, 20_000, scale)
+    wishes: list[dict[str, Any]] = [{"top_p": p} for p in (0.01, 0.3, 0.6, 0.9, 0.99, 0.9999)]
+    reqs = [FakeReq(params(**wish)) for wish in [*wishes, {"top_k": 9000, "top_p": 0.8}]]
+    info = batch_info(reqs, 20_000)
+    by_head = sampling_probs(logits, info)
+    monkeypatch.setattr(sampler_module, "QUICK_HEAD_SIZE", 10**9)
+    assert torch.equal(by_head, sampling_probs(logits, info))
 
 
 def test_equally_likely_tokens_are_kept_together() -> None:
@@ -269,7 +289,8 @@ def reference_penalties(row: np.ndarray, output_ids: list[int], p: Any) -> np.nd
     return row
 
 
-def test_penalties_follow_the_output_step_by_step() -> None:
+def test_penalties_follow_the_output_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penalties_module, "_INITIAL_CAPACITY", 2)  # grows under way
     wishes = [
         {"frequency_penalty": 0.5},
         {},
@@ -291,8 +312,8 @@ def test_penalties_follow_the_output_step_by_step() -> None:
             wanted = reference_penalties(logits[row].numpy(), req.output_ids, req.sampling_params)
             np.testing.assert_allclose(output.next_token_logits[row].numpy(), wanted, rtol=1e-5)
             # Several tokens a step, as after an accepted draft.
-            num_new = 1 + step % 3 if step < 5 else 400  # more cells than there was room for
-            req.output_ids.extend(generator.integers(0, 5 * step + 1, size=num_new).tolist())
+            ids = generator.integers(0, 5 * step + 1, size=1 + step % 3)
+            req.output_ids.extend(ids.tolist())
 
 
 def test_shrunken_output_of_a_penalised_row_is_noticed() -> None:

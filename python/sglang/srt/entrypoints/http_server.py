@@ -48,12 +48,17 @@ from sglang.srt.entrypoints.openai.template_manager import TemplateManager
 from sglang.srt.environ import envs
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.observability.http_metrics import add_http_metrics
-from sglang.srt.observability.metrics import TokenizerBuckets, TokenizerLabels, TokenizerMetrics
+from sglang.srt.observability.metrics import (
+    TokenizerBuckets,
+    TokenizerLabels,
+    TokenizerMetrics,
+    parse_extra_labels,
+    parse_token_buckets,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import (
     add_prometheus_middleware,
     kill_process_tree,
-    parse_json_object,
 )
 from sglang.version import __version__
 
@@ -311,19 +316,17 @@ class _Server(uvicorn.Server):
 
 
 def _metrics(server_args: ServerArgs, manager: TokenizerManager) -> TokenizerMetrics:
-    extra: dict[str, str] = {}
-    if server_args.extra_metric_labels:
-        given = parse_json_object(server_args.extra_metric_labels, "--extra-metric-labels")
-        extra = {key: str(value) for key, value in given.items()}
     labels = TokenizerLabels(
         model_name=manager.served_model_name,
         allowed_custom=server_args.tokenizer_metrics_allowed_custom_labels or (),
-        extra=extra,
+        extra=parse_extra_labels(server_args.extra_metric_labels),
     )
     buckets = TokenizerBuckets(
         time_to_first_token=server_args.bucket_time_to_first_token,
         inter_token_latency=server_args.bucket_inter_token_latency,
         e2e_request_latency=server_args.bucket_e2e_request_latency,
+        prompt_tokens=parse_token_buckets(server_args.prompt_tokens_buckets),
+        generation_tokens=parse_token_buckets(server_args.generation_tokens_buckets),
     )
     return TokenizerMetrics(labels, buckets)
 

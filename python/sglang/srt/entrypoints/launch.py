@@ -150,12 +150,12 @@ class Child:
         return self.spec.name
 
     def describe_exit(self) -> str:
-        """How it ended, with what it reported."""
-        code = self.process.exitcode
-        if code is None:
-            return f"{self.name} (pid {self.process.pid}) is running"
+        """How an ended process ended, with what it reported."""
+        code = _collect_exit_code(self.process)
         text = f"{self.name} (pid {self.process.pid}) ended with exit code {code}"
-        if code < 0:
+        if code is None:
+            text = f"{self.name} (pid {self.process.pid}) closed its pipe and goes on"
+        elif code < 0:
             text = f"{self.name} (pid {self.process.pid}) was killed by {_signal_name(-code)}"
             if -code == signal.SIGKILL:
                 text += "; the system does that when memory runs out"
@@ -182,6 +182,16 @@ def _exit_code_of(child_code: int | None) -> int:
     if child_code is None or child_code == 0:
         return 1
     return child_code if child_code > 0 else 128 - child_code
+
+
+def _collect_exit_code(process: SpawnProcess, timeout_s: float = 5.0) -> int | None:
+    """The exit code of a process that is ending; None if it goes on or the code was lost."""
+    # When another thread of this program (say, through `active_children`) collects the code at
+    # the same moment, multiprocessing knows it only a little later.
+    deadline = time.monotonic() + timeout_s
+    while process.exitcode is None and time.monotonic() < deadline:
+        process.join(0.1)
+    return process.exitcode
 
 
 def _start(spec: ChildSpec) -> Child:
@@ -332,7 +342,6 @@ class Launching:
         try:
             message = child.pipe.recv()
         except (EOFError, OSError) as error:
-            child.process.join(5)
             raise LaunchError(f"not ready: {child.describe_exit()}") from error
         if isinstance(message, str) and message != READY:
             raise LaunchError(f"{child.name} failed to start:\n{message}")
@@ -401,9 +410,9 @@ class Launched:
 
     def wait_children(self) -> int:
         """Block until the children of a host without HTTP end; the exit code for this host."""
-        for process in self.processes:
-            process.join()
-        codes = [process.exitcode for process in self.processes]
+        # Not by joining them here: the watchdog collects their exit codes, and only one can.
+        self.watchdog.wait()
+        codes = [_collect_exit_code(process) for process in self.processes]
         bad = [code for code in codes if code != 0]
         return _exit_code_of(bad[0]) if bad else 0
 
@@ -450,6 +459,10 @@ class Watchdog:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def wait(self) -> None:
+        """Block until all children have ended cleanly, or one of them has failed."""
+        self._thread.join()
+
     def _run(self) -> None:
         watched = list(self._children)
         while watched and not self._stopping.is_set():
@@ -457,11 +470,11 @@ class Watchdog:
             if self._stopping.is_set():
                 return
             for child in [child for child in watched if child.process.sentinel in ended]:
-                child.process.join()
                 watched.remove(child)
-                if child.process.exitcode == 0 and self._clean_exit_is_fine:
+                code = _collect_exit_code(child.process)
+                if code == 0 and self._clean_exit_is_fine:
                     continue
-                self._fail(child.describe_exit(), _exit_code_of(child.process.exitcode))
+                self._fail(child.describe_exit(), _exit_code_of(code))
                 return
             stuck = self._stuck_child()
             if stuck is not None:

@@ -26,6 +26,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 # Reported in the place of -inf, which JSON cannot carry.
 MIN_LOGPROB = -9999.0
+# Sorted head of the vocabulary that top-p is tried on before all of it (CPU only).
+QUICK_HEAD_SIZE = 4096
 # top_p values from here on keep everything; comparing sums with 1 would cut rounding dust.
 KEEP_ALL_TOP_P = 2.0
 
@@ -176,18 +178,33 @@ def top_k_top_p_floor(
     `head_size`: how many of the most likely tokens settle every row, where the caller knows.
     """
     vocab_size = probs.shape[1]
+    if head_size is None and probs.device.type == "cpu" and vocab_size > QUICK_HEAD_SIZE:
+        # Reading the answer is free here, and most distributions are settled by their head.
+        floor, is_settled = _floor_of_head(probs, top_ks, top_ps, QUICK_HEAD_SIZE)
+        if bool(is_settled.all()):
+            return floor
     size = vocab_size if head_size is None else min(head_size, vocab_size)
+    return _floor_of_head(probs, top_ks, top_ps, size)[0]
+
+
+def _floor_of_head(
+    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(floor float32 [r, 1], whether the `size` most likely tokens settle it bool [r, 1])."""
     head = _largest(probs, size)  # [r, size], falling
     ranks = torch.arange(size, device=probs.device)
     kept = head.masked_fill(ranks >= top_ks, 0.0)
     sums = kept.cumsum(dim=-1)
     # Shares are of what top-k has left; comparing sums with 1 would cut rounding dust.
-    goals = torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps) * sums[:, -1:]
+    is_unlimited = top_ks >= probs.shape[1]
+    total = torch.where(is_unlimited, 1.0, sums[:, -1:])
+    goals = torch.where(top_ps >= 1.0, KEEP_ALL_TOP_P, top_ps) * total
     is_in = (sums - kept < goals) & (ranks < top_ks)
     num_kept = is_in.sum(dim=-1, keepdim=True).clamp_(min=1)
-    floor = head.gather(1, num_kept - 1)
     # A row without either wish keeps everything, also what lies behind the head.
-    return floor.masked_fill((top_ks >= vocab_size) & (top_ps >= 1.0), 0.0)
+    keeps_all = is_unlimited & (top_ps >= 1.0)
+    floor = head.gather(1, num_kept - 1).masked_fill_(keeps_all, 0.0)
+    return floor, keeps_all | (top_ks <= size) | (sums[:, -1:] >= goals)
 
 
 def _largest(probs: torch.Tensor, size: int) -> torch.Tensor:

@@ -602,7 +602,9 @@ class Scheduler:
         waiting_s = envs.SGLANG_REQ_WAITING_TIMEOUT.get()
         running_s = envs.SGLANG_REQ_RUNNING_TIMEOUT.get()
         if waiting_s > 0 and not self.is_paused:
-            for req in [r for r in self.waiting_queue if self._now - r.queue_entry_time > waiting_s]:
+            for req in [
+                r for r in self.waiting_queue if self._now - r.queue_entry_time > waiting_s
+            ]:
                 self._remove_waiting(req)
                 late = f"Request waiting timeout reached ({waiting_s} s)."
                 self._finish_without_slots(req, FinishAbort(late, 503, "ServiceUnavailable"))
@@ -754,9 +756,7 @@ class Scheduler:
         self.weight_version = recv.new_version
         for req in [*self._held_requests(), *self.waiting_queue, *self.grammar_manager.pending()]:
             req.weight_versions.change(recv.new_version, len(req.output_ids))
-        return UpdateWeightVersionReqOutput(
-            message=f"Weight version updated to {recv.new_version}"
-        )
+        return UpdateWeightVersionReqOutput(message=f"Weight version updated to {recv.new_version}")
 
     def _handle_internal_state(self, recv: GetInternalStateReqInput) -> GetInternalStateReqOutput:
         return GetInternalStateReqOutput(internal_state=self.reports.internal_state())

@@ -37,6 +37,7 @@ from sglang.srt.observability.metrics import (
     SchedulerConstants,
     SchedulerLabels,
     SchedulerMetrics,
+    parse_extra_labels,
 )
 from sglang.srt.platforms import init_platform
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -173,9 +174,7 @@ def build_scheduler(
         metrics=_make_metrics(server_args, ready, tp_rank=tp_rank, dp_rank=dp_rank),
         new_token_ratio=new_token_ratio,
     )
-    liveness = LivenessCounter(
-        port_args.liveness_path, dp_rank * server_args.tp_size + tp_rank
-    )
+    liveness = LivenessCounter(port_args.liveness_path, dp_rank * server_args.tp_size + tp_rank)
     parts = SchedulerParts(
         receiver=RequestReceiver(receiver_channel, get_tp_group().cpu_group),
         worker=worker,
@@ -274,6 +273,7 @@ def _make_metrics(
             model_name=server_args.served_model_name or server_args.model_path,
             tp_rank=tp_rank,
             dp_rank=dp_rank if server_args.dp_size > 1 else None,
+            extra=parse_extra_labels(server_args.extra_metric_labels),
         )
     )
     metrics.set_constants(

@@ -63,7 +63,9 @@ class SchedulerReports:
 
     # -- events ---------------------------------------------------------------------------------
 
-    def on_prefill(self, batch: ScheduleBatch, adder: PrefillAdder, counts: tuple[int, int]) -> None:
+    def on_prefill(
+        self, batch: ScheduleBatch, adder: PrefillAdder, counts: tuple[int, int]
+    ) -> None:
         """A prefill step was launched. `counts`: running and waiting requests."""
         seen = adder.hit_tokens + adder.input_tokens
         self.cache_hit_rate = adder.hit_tokens / seen if seen else 0.0

@@ -84,6 +84,22 @@ class ClientConnection(Protocol):
     async def is_disconnected(self) -> bool: ...
 
 
+class _ClientWatch:
+    """Looks, at most once a period, whether the client of a request is still there."""
+
+    def __init__(self, connection: ClientConnection | None) -> None:
+        self._connection = connection
+        self._next_look = time.monotonic() + _DISCONNECT_POLL_S
+
+    async def check(self) -> None:
+        """Raise RequestError when the client is gone."""
+        if self._connection is None or time.monotonic() < self._next_look:
+            return
+        if await self._connection.is_disconnected():
+            raise RequestError("The client disconnected.", status_code=499)
+        self._next_look = time.monotonic() + _DISCONNECT_POLL_S
+
+
 class TokenizerManager:
     """See the module docstring.
 
@@ -165,23 +181,24 @@ class TokenizerManager:
         self._check_singles(split.singles)
         self.request_logger.log_received(obj)
         states = self._register(obj, split, created)
+        watch = _ClientWatch(request)
         is_holding_lock = False
         answers: list[dict[str, Any]] = []
         try:
             await self._tokenize(states)
-            await self._acquire_dispatch(states, request)
+            await self._acquire_dispatch(states, watch)
             is_holding_lock = True
             if split.num_samples > 1:
-                await self._warm_prefixes(states, split.num_samples, request)
-                await self._hold_while_paused(states, request)
+                await self._warm_prefixes(states, split.num_samples, watch)
+                await self._hold_while_paused(states, watch)
             self._dispatch(states, split.num_samples, stream=obj.stream)
             if obj.stream:
                 if incremental is None:
                     incremental = self.server_args.incremental_streaming_output
-                async for chunk in self._stream(states, split.is_list, request, incremental):
+                async for chunk in self._stream(states, split.is_list, watch, incremental):
                     yield chunk
             else:
-                answers = await self._wait_all(states, request)
+                answers = await self._wait_all(states, watch)
         finally:
             if is_holding_lock:
                 self.model_update_lock.release_reader()
@@ -378,7 +395,7 @@ class TokenizerManager:
     # -- dispatch -------------------------------------------------------------------------------
 
     async def _hold_while_paused(
-        self, states: list[ReqState], request: ClientConnection | None
+        self, states: list[ReqState], watch: _ClientWatch
     ) -> None:
         """Return when generation may go on, or when all of `states` were aborted meanwhile."""
         while self.is_pause and not all(state.is_finished for state in states):
@@ -387,15 +404,15 @@ class TokenizerManager:
                     if self.is_pause:
                         await self.is_pause_cond.wait()
             except TimeoutError:
-                await self._check_connected(request)
+                await watch.check()
         self._check_alive()
 
     async def _acquire_dispatch(
-        self, states: list[ReqState], request: ClientConnection | None
+        self, states: list[ReqState], watch: _ClientWatch
     ) -> None:
         """Return with the reader lock held, at a moment at which requests may be sent."""
         while True:
-            await self._hold_while_paused(states, request)
+            await self._hold_while_paused(states, watch)
             await self.model_update_lock.acquire_reader()
             if not self.is_pause or all(state.is_finished for state in states):
                 return
@@ -461,7 +478,7 @@ class TokenizerManager:
         )
 
     async def _warm_prefixes(
-        self, states: list[ReqState], num_samples: int, request: ClientConnection | None
+        self, states: list[ReqState], num_samples: int, watch: _ClientWatch
     ) -> None:
         """Compute each prompt once, with no new tokens, so that its samples share the prefix."""
         if self.server_args.disable_radix_cache:
@@ -485,28 +502,23 @@ class TokenizerManager:
         self.rid_to_state.update((state.rid, state) for state in warm)
         try:
             self._dispatch(warm, 1, stream=False)
-            await self._wait_finished(warm, request)
+            await self._wait_finished(warm, watch)
         finally:
             self._unregister(warm)
 
     # -- following answers ----------------------------------------------------------------------
 
-    async def _next_news(
-        self, listener: OutputListener, request: ClientConnection | None
-    ) -> ReqState:
+    @staticmethod
+    async def _next_news(listener: OutputListener, watch: _ClientWatch) -> ReqState:
         """The next state with news. Raises RequestError when the client is gone."""
         while True:
             state = await listener.next(_DISCONNECT_POLL_S)
+            await watch.check()
             if state is not None:
                 return state
-            await self._check_connected(request)
-
-    async def _check_connected(self, request: ClientConnection | None) -> None:
-        if request is not None and await request.is_disconnected():
-            raise RequestError("The client disconnected.", status_code=499)
 
     async def _wait_finished(
-        self, states: list[ReqState], request: ClientConnection | None
+        self, states: list[ReqState], watch: _ClientWatch
     ) -> None:
         """Return when all have finished. Raises RequestError for one that failed."""
         for state in states:  # ended while held
@@ -515,23 +527,23 @@ class TokenizerManager:
         listener = states[0].listener if states else OutputListener()
         remaining = sum(not state.is_counted for state in states)
         while remaining:
-            state = await self._next_news(listener, request)
+            state = await self._next_news(listener, watch)
             if state.is_finished and not state.is_counted:
                 state.is_counted = True
                 remaining -= 1
                 self._raise_failure(state)
 
     async def _wait_all(
-        self, states: list[ReqState], request: ClientConnection | None
+        self, states: list[ReqState], watch: _ClientWatch
     ) -> list[dict[str, Any]]:
-        await self._wait_finished(states, request)
+        await self._wait_finished(states, watch)
         return [self._render(state, False) for state in states]
 
     async def _stream(
         self,
         states: list[ReqState],
         is_list: bool,
-        request: ClientConnection | None,
+        watch: _ClientWatch,
         incremental: bool,
     ) -> AsyncIterator[dict[str, Any]]:
         """Chunks in the order in which news arrive; slow readers get merged chunks."""
@@ -541,7 +553,7 @@ class TokenizerManager:
         remaining = len(states)
         listener = states[0].listener
         while remaining:
-            state = await self._next_news(listener, request)
+            state = await self._next_news(listener, watch)
             if state.is_counted:
                 continue
             if state.is_finished:

@@ -83,7 +83,7 @@ def iterate_gguf_arrays(source: GgufFile) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def gguf_tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Return Hugging Face name -> shape of what ``iterate_gguf_weights`` yields, reading no data."""
+    """Return name -> shape of what ``iterate_gguf_weights`` yields, without reading weights."""
     return {
         hf_tensor_name(tensor.name): tuple(reversed(tensor.shape.tolist()))
         for tensor in GgufFile(path).reader.tensors

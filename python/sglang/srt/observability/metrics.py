@@ -84,6 +84,30 @@ def parse_extra_labels(text: str | None) -> dict[str, str]:
     return {str(name): str(value) for name, value in json.loads(text).items()}
 
 
+def parse_token_buckets(rule: Sequence[str] | None) -> list[float] | None:
+    """The limits that `--prompt-tokens-buckets` or `--generation-tokens-buckets` asks for.
+
+    `default`; `custom A B …` or just the numbers; `tse MIDDLE BASE COUNT`: the middle and COUNT
+    limits at distances BASE, BASE², … on both sides. None is the default. Raises ValueError.
+    """
+    if not rule or list(rule) == ["default"]:
+        return None
+    kind, words = (rule[0], rule[1:]) if rule[0] in ("custom", "tse") else ("custom", rule)
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError as error:
+        raise ValueError(f"token buckets {' '.join(rule)!r}: {error}") from error
+    if kind == "tse":
+        if len(numbers) != 3 or numbers[1] <= 1 or numbers[2] < 2:
+            raise ValueError("token buckets: tse needs MIDDLE, BASE > 1 and COUNT >= 2")
+        middle, base, count = numbers
+        steps = [base**exponent for exponent in range(1, int(count) // 2 + 1)]
+        numbers = [middle, *(middle - step for step in steps), *(middle + step for step in steps)]
+    if not numbers:
+        raise ValueError("token buckets: custom needs at least one limit")
+    return sorted(set(numbers))
+
+
 # ------------------------------------------------------------------------------------------------
 # Scheduler
 # ------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class SchedulerHarness:
         enable_priority: bool = False,
         max_prefill_tokens: int = 4096,
         conservativeness: float = 1.0,
+        vocab_size: int = FAKE_VOCAB,
         worker: Any = None,
     ) -> None:
         self.worker = worker or FakeModelWorker(
@@ -113,7 +114,7 @@ class SchedulerHarness:
                 max_queued_requests=max_queued,
                 enable_priority=enable_priority,
                 context_len=context_len,
-                vocab_size=FAKE_VOCAB,
+                vocab_size=vocab_size,
                 eos_token_ids=frozenset({0}),
                 weight_version="default",
                 stream_interval=1,

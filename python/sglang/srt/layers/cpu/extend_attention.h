@@ -5,7 +5,7 @@
 #include "decode_attention.h"
 
 constexpr int64_t BK = 128;      // keys of one block; blocks start at multiples of BK
-constexpr int64_t QROWS = 96;    // query rows (tokens x heads of a group) of one task, about
+constexpr int64_t QROWS = 192;   // query rows (tokens x heads of a group) of one task, about
 #if defined(__AVX512F__)
 constexpr int MR = 6, NV = 4;
 #else
@@ -76,9 +76,17 @@ static void pack_block(const Paged &a, int64_t head, const int32_t *slots, int64
   for (int64_t t = 0; t < len; t++) {
     const T *k = (const T *)a.k + slots[t] * a.ldk + head * d;
     const T *v = (const T *)a.v + slots[t] * a.ldv + head * d;
-    for (int64_t i = 0; i < d; i++) {
-      w.kt[i * BK + t] = scalar(k + i);
-      w.v[t * w.width + i] = scalar(v + i);
+    float *kt = w.kt.data() + t, *vt = w.v.data() + t * w.width;
+    int64_t i = 0;
+    for (; i + VL <= d; i += VL) {
+      vf kv = load(k + i);
+      store(vt + i, load(v + i));
+#pragma GCC unroll 16
+      for (int j = 0; j < VL; j++) kt[(i + j) * BK] = kv[j];
+    }
+    for (; i < d; i++) {
+      kt[i * BK] = scalar(k + i);
+      vt[i] = scalar(v + i);
     }
   }
 }

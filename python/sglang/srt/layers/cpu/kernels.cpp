@@ -70,7 +70,10 @@ extern "C" void hs_extend_attention(const Paged *a, const float *q, int64_t ldq,
                                     int nt) {
   const ExtendArgs e = {q, ldq, out, ldo, req_idx, prefix_lens, start};
   const int64_t group = a->q_heads / a->kv_heads;
-  const int64_t step = std::max<int64_t>(1, QROWS / group);
+  // Large tasks pack keys less often, but all threads should have some.
+  int64_t rows = QROWS;
+  while (rows > 24 && start[bs] * a->q_heads / rows < 4 * nt) rows /= 2;
+  const int64_t step = std::max<int64_t>(1, rows / group);
   std::vector<ExtendTask> tasks;
   for (int64_t b = 0; b < bs; b++) {
     const int64_t n = start[b + 1] - start[b];
@@ -120,3 +123,5 @@ extern "C" float hs_read(const float *p, int64_t count, int nt) {
 extern "C" int64_t hs_sizeof(int which) {
   return which == 0 ? sizeof(Paged) : which == 1 ? sizeof(Layer) : sizeof(Stack);
 }
+
+extern "C" int hs_vector_lanes() { return VL; }

@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.layers.cpu import build, native, reference
-from sglang.srt.layers.cpu.native import SMALL_ROWS
 from sglang.srt.layers.cpu.weights import (
     WEIGHT_FORMATS,
     CompressedWeight,
@@ -44,6 +43,9 @@ _library = build.load_kernels()
 if _library is not None:
     native.bind(_library)
 _chosen = reference if _library is None else native
+
+# `linear` computes up to this many rows itself; beyond, torch's products are faster.
+SMALL_ROWS = native.SMALL_ROWS
 
 
 def available() -> bool:

@@ -89,10 +89,8 @@ INLINE float scalar(const fp16 *p) {
   return p->bits & 0x8000 ? -f : f;
 }
 
-INLINE vf splat(float s) {
-  vf zero = {};
-  return zero + s;
-}
+// Subtracting zero is the one operation that compilers may drop: what stays is a broadcast.
+INLINE vf splat(float s) { return s - vf{}; }
 
 // Sum of all lanes, as a tree (a chain of adds would cost more than a short row's products).
 INLINE float hsum(vf v) {

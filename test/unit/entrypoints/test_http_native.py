@@ -1,0 +1,367 @@
+"""Native and control endpoints over a socket: shapes, statuses, bodies, health."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.test.fakes.http_front import HttpFront
+from sglang.test.fakes.tiny_tokenizer import CONTEXT_LEN
+
+FOUR = {"max_new_tokens": 4}
+ENDLESS = {"max_new_tokens": 200}
+
+
+def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
+
+
+def sse(reply: requests.Response) -> list[Any]:
+    """Events of a stream; the last is the string [DONE]."""
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    blocks = [block for block in reply.text.split("\n\n") if block]
+    assert all(block.startswith("data: ") for block in blocks)
+    texts = [block.removeprefix("data: ") for block in blocks]
+    assert texts[-1] == "[DONE]"
+    return [json.loads(text) for text in texts[:-1]] + ["[DONE]"]
+
+
+# -- error shapes ----------------------------------------------------------------------------------
+
+GATE = [
+    ({"text": 1}, "invalid type: integer `1`, expected a string"),
+    ({"text": "a", "stream": "yes"}, "expected a boolean for `stream`"),
+    ({"text": "a", "rid": 3}, "`rid`"),
+    ({"input_ids": [1, 2.5]}, "`input_ids`"),
+    ({"input_ids": [True]}, "`input_ids`"),
+    ({"text": "a", "top_logprobs_num": 2**64}, "`top_logprobs_num`"),
+    ({"text": "a", "sampling_params": 3}, "`sampling_params`"),
+    ({"text": "a", "sampling_params": {"max_tokens": 3}}, "unknown field `max_tokens`"),
+    ({"text": "a", "sampling_params": {"top_k": "3"}}, "invalid type: string"),
+    ([], "invalid type: sequence, expected a map"),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), GATE)
+def test_generate_gate(http: HttpFront, body: Any, text: str) -> None:
+    reply = http.post("/generate", json=body)
+    assert reply.status_code == 400
+    assert text in reply.json()["error"]
+    assert set(reply.json()) == {"error"}
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{", b'{"text": NaN}', b'{"text": 1e999}', b"\xff", b"[" * 3000, b'"\\ud800"']
+)
+def test_malformed_json_is_a_validation_error_everywhere(http: HttpFront, raw: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    for path in ("/generate", "/v1/completions", "/pause_generation", "/tokenize"):
+        reply = http.post(path, data=raw, headers=headers)
+        assert reply.status_code == 400, path
+        body = reply.json()
+        assert (body["object"], body["type"], body["code"]) == ("error", "Bad Request", 400)
+        assert body["param"] is None and "JSON" in body["message"]
+
+
+def test_handler_failures_have_the_native_shape(http: HttpFront) -> None:
+    reply = http.post("/generate", json={})
+    assert reply.status_code == 400
+    message = "Either text, input_ids or input_embeds should be provided."
+    assert reply.json() == {"error": {"message": message}}
+
+
+def test_overload_has_the_exception_shape(http: HttpFront) -> None:
+    http.scheduler.refuse = {
+        "type": "abort",
+        "message": "The request queue is full.",
+        "status_code": 503,
+        "err_type": None,
+    }
+    reply = http.post("/generate", json={"text": "a"})
+    assert reply.status_code == 503
+    assert reply.json() == {
+        "object": "error",
+        "message": "The request queue is full.",
+        "type": "503",
+        "param": None,
+        "code": 503,
+    }
+
+
+def test_failure_after_the_stream_began_is_an_event(http: HttpFront) -> None:
+    http.scheduler.step_s = 0.02
+    body = {"text": "a", "stream": True, "sampling_params": ENDLESS}
+    with requests.post(http.url + "/generate", json=body, stream=True, timeout=30) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith(b"data: {")
+        rid = next(iter(http.scheduler.live))
+        live = http.scheduler.live[rid]
+        reason = {"type": "abort", "message": "late", "status_code": 503, "err_type": None}
+        http.scheduler._emit(live, [], reason)
+        events = [line for line in lines if line]
+    assert events[-1] == b"data: [DONE]"
+    error = json.loads(events[-2].removeprefix(b"data: "))["error"]
+    assert error["message"] == "late" and error["code"] == 503 and error["retryable"] is True
+
+
+def test_unknown_path_and_method(http: HttpFront) -> None:
+    assert http.get("/nope").json()["type"] == "404"
+    reply = http.request("DELETE", "/generate")
+    assert reply.status_code == 405 and reply.json()["object"] == "error"
+    assert http.get("/v1/loads?dp_rank=x").status_code == 400  # never 422
+
+
+def test_missing_features_say_so_in_their_familys_shape(http: HttpFront) -> None:
+    for path in ("/update_weights_from_disk", "/init_weights_update_group"):
+        reply = http.post(path, json={})
+        assert reply.status_code == 400 and reply.json()["success"] is False
+    assert http.post("/v1/embeddings", json={}).json()["type"] == "BadRequestError"
+    assert http.post("/open_session").json()["error"]["message"]
+    assert http.post("/load_lora_adapter").json()["success"] is False
+    assert http.post("/v1/responses").json()["error"]["code"] == 400
+
+
+# -- generate --------------------------------------------------------------------------------------
+
+
+def test_generate_whole_and_put(http: HttpFront) -> None:
+    body = {"text": "ab", "sampling_params": FOUR, "model": None, "background": False, "x": [1]}
+    for method in ("POST", "PUT"):
+        reply = http.request(method, "/generate", json=body)
+        assert reply.status_code == 200 and reply.json()["text"] == "abab"
+    batch = http.post("/generate", json={"text": ["a", "b"], "sampling_params": FOUR}).json()
+    assert [item["text"] for item in batch] == ["aaaa", "bbbb"]
+
+
+def test_every_known_field_may_be_null(http: HttpFront) -> None:
+    from sglang.srt.managers.request_normalizer import GENERATE_FIELDS
+
+    body = {**dict.fromkeys(GENERATE_FIELDS), "text": "a", "sampling_params": {"top_p": None}}
+    assert http.post("/generate", json=body).status_code == 200
+
+
+def test_content_type_does_not_matter_for_generate(http: HttpFront) -> None:
+    body = json.dumps({"text": "a", "sampling_params": FOUR})
+    assert http.post("/generate", data=body).status_code == 200
+
+
+def test_stream_is_cumulative_and_ends_with_done(http: HttpFront) -> None:
+    http.scheduler.step_s = 0.01
+    body = {"text": "ab", "stream": True, "sampling_params": FOUR}
+    events = sse(http.post("/generate", json=body))
+    texts = [item["text"] for item in events[:-1]]
+    assert texts[-1] == "abab" and texts == sorted(texts)
+    assert events[0]["meta_info"]["finish_reason"] is None
+    assert events[-2]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_bad_stream_request_gets_its_status(http: HttpFront) -> None:
+    reply = http.post("/generate", json={"input_ids": [10**6], "stream": True})
+    assert reply.status_code == 400 and "input_ids" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_aborts(http: HttpFront, stream: bool) -> None:
+    http.scheduler.step_s = 0.03
+    body = {"text": "a", "stream": stream, "sampling_params": ENDLESS}
+    with pytest.raises(requests.exceptions.RequestException):
+        if stream:
+            with requests.post(http.url + "/generate", json=body, stream=True, timeout=5) as reply:
+                next(reply.iter_lines())
+                reply.close()
+                raise requests.exceptions.RequestException
+        requests.post(http.url + "/generate", json=body, timeout=0.3)
+    wait_for(lambda: not http.scheduler.live)
+    assert http.scheduler.of_type(AbortReq)[-1].exact
+    wait_for(lambda: not http.front.manager.rid_to_state)
+
+
+def test_abort_request(http: HttpFront) -> None:
+    http.scheduler.step_s = 0.02
+    with ThreadPoolExecutor(1) as pool:
+        body = {"text": "a", "rid": "job-1", "sampling_params": ENDLESS}
+        future = pool.submit(http.post, "/generate", json=body)
+        wait_for(lambda: http.scheduler.live)
+        for ignored in ({}, {"rid": ""}, {"rid": None}, {"rid": "other"}):
+            reply = http.post("/abort_request", json=ignored)
+            assert reply.status_code == 200 and reply.content == b""
+        assert not future.done()
+        http.post("/abort_request", json={"rid": "job", "unknown": 1})
+        answer = future.result()
+    assert answer.status_code == 200
+    assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+# -- health and information ------------------------------------------------------------------------
+
+
+def test_health_and_friends(http: HttpFront) -> None:
+    for path in ("/health", "/health_generate", "/ready", "/ping"):
+        reply = http.get(path)
+        assert (reply.status_code, reply.content) == (200, b""), path
+    sent = http.scheduler.of_type(TokenizedGenerateReqInput)
+    assert sent and all(r.is_health_check and r.rid.startswith("HEALTH_CHECK") for r in sent)
+    assert http.get("/").text == "SGLang is running"
+
+
+@pytest.mark.parametrize("status", [ServerStatus.Starting])
+def test_starting_server_is_not_healthy_but_informs(http: HttpFront, status: ServerStatus) -> None:
+    http.front.manager.server_status = status
+    try:
+        for path in ("/health", "/health_generate", "/ready", "/ping"):
+            assert http.get(path).status_code == 503
+        assert http.get("/model_info").status_code == 200
+    finally:
+        http.front.manager.server_status = ServerStatus.Up
+
+
+def test_paused_server_is_alive_but_not_ready(http: HttpFront) -> None:
+    http.post("/pause_generation", json={"mode": "in_place"})
+    assert http.get("/health").status_code == 200
+    assert http.get("/ping").status_code == 200
+    assert http.get("/ready").status_code == 503
+    assert http.scheduler.of_type(TokenizedGenerateReqInput) == []
+    http.post("/continue_generation", json={})
+    assert http.get("/ready").status_code == 200
+
+
+def test_long_step_is_not_death_and_silence_is(http: HttpFront) -> None:
+    assert http.get("/health").status_code == 200
+    http.scheduler.silent = True
+    time.sleep(0.05)
+    with envs.SGLANG_HEALTH_CHECK_TIMEOUT.override(4.0):
+        with ThreadPoolExecutor(20) as pool:
+            started = time.monotonic()
+            codes = {r.status_code for r in pool.map(http.get, ["/health"] * 20)}
+        assert codes == {200} and time.monotonic() - started < 5
+        time.sleep(1.5)
+        assert http.get("/health").status_code == 503
+        assert http.get("/ping").status_code == 503
+        http.scheduler.silent = False
+        wait_for(lambda: not http.scheduler.live)
+        assert http.get("/health").status_code == 200
+    probes = [r for r in http.scheduler.of_type(TokenizedGenerateReqInput) if r.is_health_check]
+    assert len(probes) <= 4  # twenty callers shared one
+    assert http.front.manager.rid_to_state == {}
+
+
+def test_model_info(http: HttpFront) -> None:
+    info = http.get("/model_info").json()
+    assert info["served_model_name"] == "tiny/one" and info["is_generation"] is True
+    assert info["weight_version"] == "default" and info["disaggregation_mode"] == "null"
+    assert http.get("/get_model_info").json() == info
+    assert http.get("/get_weight_version").json() == {"weight_version": "default"}
+
+
+def test_server_info(http: HttpFront) -> None:
+    info = http.get("/server_info").json()
+    assert info["tp_size"] == 1 and info["status"] == "ready"
+    assert info["max_total_num_tokens"] == 4 * CONTEXT_LEN
+    assert len(info["internal_states"]) == 1 and info["version"]
+    assert http.get("/get_server_info").status_code == 200
+
+
+def test_loads(http: HttpFront) -> None:
+    loads = http.get("/v1/loads?include=core").json()["loads"]
+    assert loads[0]["num_running_reqs"] == 0 and "memory" not in loads[0]
+    assert "memory" in http.get("/v1/loads").json()["loads"][0]
+    assert http.get("/v1/loads?include=core,nope").status_code == 400
+    assert http.get("/v1/loads?dp_rank=3").status_code == 400
+    text = http.get("/v1/loads?format=prometheus").text
+    assert 'sglang:num_running_reqs{dp_rank="0"} 0' in text
+    assert http.get("/get_load").json()[0]["num_reqs"] == 0
+
+
+# -- control ---------------------------------------------------------------------------------------
+
+
+def test_flush_cache_is_text(http: HttpFront) -> None:
+    for method in ("GET", "POST"):
+        reply = http.request(method, "/flush_cache?timeout=0.5", json={"anything": 1})
+        assert reply.status_code == 200 and reply.text.startswith("Cache flushed")
+    http.scheduler.flush_ok = False
+    reply = http.get("/flush_cache")
+    assert (reply.status_code, reply.text) == (400, "Flush cache failed.\n")
+    for bad in ("-1", "nan", "inf", "x"):
+        assert http.get(f"/flush_cache?timeout={bad}").status_code == 400
+
+
+def test_pause_and_continue_bodies(http: HttpFront) -> None:
+    paused = {"message": "Generation paused successfully.", "status": "ok"}
+    resumed = {"message": "Generation continued successfully.", "status": "ok"}
+    assert http.post("/pause_generation").json() == paused  # absent body
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(http.post, "/generate", json={"text": "a", "sampling_params": FOUR})
+        time.sleep(0.1)
+        assert not future.done()  # held, not refused
+        assert http.post("/continue_generation", json={"torch_empty_cache": 0}).json() == resumed
+        assert future.result().status_code == 200
+    assert http.post("/pause_generation", json={"mode": "nope"}).status_code == 400
+
+
+def test_small_controls(http: HttpFront) -> None:
+    assert http.post("/set_internal_state", json={"server_args": {"x": 1}}).json() == [False]
+    assert http.get("/start_profile").text == "Start profiling.\n"
+    assert http.post("/start_profile", json={"num_steps": "3"}).status_code == 200
+    assert http.post("/stop_profile").text == "Stop profiling. This will take some time.\n"
+    assert http.get("/freeze_gc").status_code == 200
+    assert http.get("/slow_down", json={"forward_sleep_time": None}).status_code == 200
+    assert http.post("/slow_down", json={"forward_sleep_time": "x"}).status_code == 400
+    assert http.post("/configure_logging", json={"log_requests": True}).content == b""
+    assert http.post("/configure_logging", json={"log_requests_level": 7}).status_code == 400
+    http.post("/configure_logging", json={"log_requests": False})
+
+
+def test_weight_version_and_get_with_a_body(http: HttpFront) -> None:
+    reply = http.post("/update_weight_version", json={"new_version": "default"})
+    assert reply.json()["message"] == "Weight version updated to default"
+    reply = http.get("/configure_logging", json={"log_requests_level": 9})
+    assert reply.status_code == 400  # the body of a GET counts
+
+
+def test_bearer_none_is_ignored_without_keys(http: HttpFront) -> None:
+    headers = {"Authorization": "Bearer None"}
+    assert http.get("/model_info", headers=headers).status_code == 200
+    assert http.post("/flush_cache", headers={"Authorization": "Bearer"}).status_code == 200
+
+
+def test_dumped_requests_are_whole(http: HttpFront, tmp_path: Any) -> None:
+    http.post("/configure_logging", json={"dump_requests_folder": str(tmp_path)})
+    http.post("/generate", json={"text": "ab", "rid": "dumped", "sampling_params": FOUR})
+    http.post("/configure_logging", json={"dump_requests_folder": ""})
+    http.post("/generate", json={"text": "ab", "sampling_params": FOUR})
+    (line,) = (tmp_path / "requests.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["request"]["rid"] == "dumped" and record["answers"][0]["text"] == "abab"
+
+
+def test_many_clients_at_once(http: HttpFront) -> None:
+    http.scheduler.step_s = 0.001
+    failures: list[Any] = []
+
+    def work(number: int) -> None:
+        text = chr(ord("a") + number % 26)
+        body = {"text": text, "stream": number % 2 == 0, "sampling_params": {"max_new_tokens": 9}}
+        reply = http.post("/generate", json=body)
+        answer = sse(reply)[-2] if body["stream"] else reply.json()
+        if answer["text"] != text * 9:
+            failures.append(answer)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
