@@ -49,7 +49,7 @@ item ::= "abc" | [0-9] [0-9]? | root
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseGrammarBackend]:
     path = write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    created = create_grammar_backend("llguidance", str(path), VOCAB_SIZE, [*END_IDS, 10**6])
+    created = create_grammar_backend("llguidance", path.read_text(), VOCAB_SIZE, [*END_IDS, 10**6])
     assert created is not None
     yield created
     created.shutdown()
@@ -342,7 +342,7 @@ def test_factory_knows_its_names(tmp_path: Path) -> None:
         create_grammar_backend("llguidance", None, VOCAB_SIZE, END_IDS)
     path = write_byte_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="end token"):
-        create_grammar_backend("llguidance", str(path), VOCAB_SIZE, [VOCAB_SIZE])
+        create_grammar_backend("llguidance", path.read_text(), VOCAB_SIZE, [VOCAB_SIZE])
 
 
 @pytest.mark.parametrize("unpack", ["_unpack_on_host", "_unpack_on_device"])
@@ -364,7 +364,9 @@ def test_mask_reaches_exactly_the_given_rows(unpack: str, monkeypatch: pytest.Mo
 
 def test_real_vocabulary(small_model: Path) -> None:
     """The tokenizer of the small real model, at its full size."""
-    created = create_grammar_backend("xgrammar", str(small_model / "tokenizer.json"), 49152, [2, 0])
+    created = create_grammar_backend(
+        "xgrammar", (small_model / "tokenizer.json").read_text(), 49152, [2, 0]
+    )
     assert created is not None
     matcher = created.compile_async("json_schema", json.dumps(SCHEMA)).result(timeout=60).copy()
     row = np.empty((1, bitmask_width(49152)), dtype=np.int32)

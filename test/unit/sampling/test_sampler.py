@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from sglang.srt.layers import sampler as sampler_module
-from sglang.srt.layers.sampler import MIN_LOGPROB, Sampler, hash_uniform, nan_rows, sampling_probs
+from sglang.srt.layers.sampler import (
+    MIN_LOGPROB,
+    Sampler,
+    draw,
+    hash_uniform,
+    nan_rows,
+    sampling_probs,
+)
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
 from sglang.srt.sampling import penalties as penalties_module
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -203,6 +210,13 @@ def test_equal_seeds_of_samplers_draw_equal_tokens() -> None:
     other, _ = sample(logits, reqs, sampler=Sampler(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_draw_at_the_edges_of_the_uniform_number() -> None:
+    weights = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
+    last = 1 - 2.0**-24
+    for uniform, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (last, 4)):
+        assert draw(weights, torch.tensor([[uniform]])).tolist() == [token], uniform
 
 
 # -- seeds --------------------------------------------------------------------------------------

@@ -91,10 +91,10 @@ def test_devices_are_found_without_torch(monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert common.num_cuda_devices() == count, visible
-    assert common.get_device(1) == "cpu"  # the last of them was the empty choice
+    assert common.get_device() == "cuda" and common.get_device(1) == "cuda:1"
     monkeypatch.setattr(common, "_torch_build_has_cuda", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert common.num_cuda_devices() == 0
+    assert common.num_cuda_devices() == 0 and common.get_device(1) == "cpu"
 
 
 def test_the_build_of_torch_is_read_from_its_version_file() -> None:

@@ -146,24 +146,25 @@ class BaseGrammarBackend(ABC):
 
 def create_grammar_backend(
     name: str,
-    tokenizer_json_path: str | None,
+    tokenizer_json: str | None,
     vocab_size: int,
     eos_token_ids: Sequence[int],
 ) -> BaseGrammarBackend | None:
     """The engine called `name`, or None for "none" (then constrained requests get a 400).
 
-    `vocab_size` is the width of the logits. Raises ValueError for an unknown engine or where the
+    `tokenizer_json` is the text of the model's tokenizer.json, `vocab_size` the width of the
+    logits. Raises ValueError for an unknown engine or where the
     engine has no `tokenizer.json` to work with. Takes about half a second.
     """
     if name == "none":
         return None
     if name in _LLGUIDANCE_NAMES:
-        if tokenizer_json_path is None:
+        if tokenizer_json is None:
             raise ValueError(f"grammar backend {name!r} needs the model's tokenizer.json")
         # Registry factory: the engine is an optional third-party package.
         from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 
         if name != "llguidance":
             logger.info("Grammar backend %s: served by llguidance.", name)
-        return LLGuidanceBackend(tokenizer_json_path, vocab_size, eos_token_ids)
+        return LLGuidanceBackend(tokenizer_json, vocab_size, eos_token_ids)
     raise ValueError(f"Unknown grammar backend {name!r}; known: llguidance, none.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -107,13 +106,12 @@ class LLGuidanceBackend(BaseGrammarBackend):
     """The engine and its tokenizer tables (some 0.4 s to build)."""
 
     def __init__(
-        self, tokenizer_json_path: str, vocab_size: int, eos_token_ids: Sequence[int]
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
         end_ids = sorted(token_id for token_id in set(eos_token_ids) if 0 <= token_id < vocab_size)
         if not end_ids:
             raise ValueError("grammars need a model with an end token")
         super().__init__(vocab_size, end_ids)
-        tokenizer_json = Path(tokenizer_json_path).read_text(encoding="utf-8")
         self._tokenizer = LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=list(self.eos_token_ids)
         )

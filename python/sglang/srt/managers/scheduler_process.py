@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.constrained.base_grammar_backend import (
@@ -42,7 +41,7 @@ from sglang.srt.observability.metrics import (
 from sglang.srt.platforms import init_platform
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.liveness import LivenessCounter
-from sglang.srt.utils.tokenizer import get_tokenizer
+from sglang.srt.utils.tokenizer import get_tokenizer, read_tokenizer_json
 
 logger = logging.getLogger(__name__)
 
@@ -232,11 +231,6 @@ def _scheduler_config(
     )
 
 
-def _tokenizer_json(server_args: ServerArgs) -> str | None:
-    path = Path(server_args.tokenizer_path or server_args.model_path) / "tokenizer.json"
-    return str(path) if path.is_file() else None
-
-
 def _make_decode_tail(server_args: ServerArgs) -> DecodeTail | None:
     if server_args.skip_tokenizer_init:
         return None
@@ -255,7 +249,7 @@ def _make_grammar_backend(
         return None
     return create_grammar_backend(
         server_args.grammar_backend or "none",
-        _tokenizer_json(server_args),
+        read_tokenizer_json(server_args.tokenizer_path or server_args.model_path),
         ready.vocab_size,
         ready.eos_token_ids,
     )

@@ -420,3 +420,11 @@ def get_tokenizer(
         return _load_transformers(folder, tokenizer_mode != "slow", trust_remote_code)
     except (OSError, ValueError) as exc:
         raise ValueError(f"no usable tokenizer in {folder}: {exc}") from exc
+
+
+def read_tokenizer_json(path: str) -> str | None:
+    """Text of the tokenizer.json of a model folder or GGUF file; None where there is none."""
+    if path.endswith(".gguf"):
+        return str(GgufFile(Path(path).expanduser()).tokenizer().to_str())
+    file = Path(path).expanduser() / "tokenizer.json"
+    return file.read_text(encoding="utf-8") if file.is_file() else None

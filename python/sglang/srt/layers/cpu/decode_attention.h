@@ -28,11 +28,22 @@ INLINE vf capped(vf s, float cap) {
 constexpr int64_t SPLIT = 128;
 constexpr int GMAX = 4;  // query heads that share one pass over the keys
 
+template <class T>
+INLINE void prefetch_row(const T *row, int64_t d) {
+  for (int64_t i = 0; i < d; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+}
+
+// Slots are scattered, so the hardware cannot guess the next row: ask for the key some rows ahead
+// and for the value that the second pass will need.
 template <class T, int G>
-static void decode_scores(const Paged &a, const float *q, const T *kbase, const int32_t *slots,
-                          int64_t len, float (*s)[SPLIT]) {
+static void decode_scores(const Paged &a, const float *q, const T *kbase, const T *vbase,
+                          const int32_t *slots, int64_t len, float (*s)[SPLIT]) {
+  constexpr int64_t AHEAD = 8;
   const int64_t d = a.head_dim;
+  for (int64_t t = 0; t < std::min(len, AHEAD); t++) prefetch_row(kbase + slots[t] * a.ldk, d);
   for (int64_t t = 0; t < len; t++) {
+    if (t + AHEAD < len) prefetch_row(kbase + slots[t + AHEAD] * a.ldk, d);
+    prefetch_row(vbase + slots[t] * a.ldv, d);
     const T *key = kbase + slots[t] * a.ldk;
     vf acc[G] = {};
     int64_t i = 0;
@@ -74,7 +85,7 @@ static void decode_piece(const Paged &a, const float *q, const T *k, const T *v,
                          const int32_t *slots, int64_t len, float *out, int64_t ldo, float *mx,
                          float *sum) {
   float s[G][SPLIT];
-  decode_scores<T, G>(a, q, k, slots, len, s);
+  decode_scores<T, G>(a, q, k, v, slots, len, s);
   const int64_t padded = (len + VL - 1) / VL * VL;
   for (int g = 0; g < G; g++) {
     for (int64_t t = len; t < padded; t++) s[g][t] = -__builtin_inff();
