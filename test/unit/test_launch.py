@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -132,7 +133,9 @@ def test_children_do_not_react_to_signals_meant_for_the_parent() -> None:
 def test_children_launched_by_a_thread_outlive_that_thread() -> None:
     # The kernel's parent-death signal is bound to the thread that forked.
     result: list[launch.Launched] = []
-    thread = threading.Thread(target=lambda: result.append(launch.launch_subprocesses(_args())))
+    thread = threading.Thread(
+        target=lambda: result.append(launch.launch_subprocesses(_args(), exit_on_failure=False))
+    )
     thread.start()
     thread.join()
     try:
@@ -147,7 +150,8 @@ def test_children_launched_by_a_thread_outlive_that_thread() -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def _start_tree(tmp_path: Path, body: str, behaviour: str = "") -> subprocess.Popen[str]:
+@contextmanager
+def _start_tree(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     """Run a parent that launches fake children, writes their pids and then does `body`."""
     script = tmp_path / "parent.py"
     script.write_text(
@@ -172,12 +176,11 @@ def _start_tree(tmp_path: Path, body: str, behaviour: str = "") -> subprocess.Po
             """
         )
     )
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "FAKE_CHILD": behaviour},
-    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as tree:
+        try:
+            yield tree
+        finally:
+            tree.kill()
 
 
 def _read_tree(parent: subprocess.Popen[str]) -> tuple[list[int], str]:

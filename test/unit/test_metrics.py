@@ -8,6 +8,7 @@ import subprocess
 import sys
 from array import array
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import prometheus_client
@@ -109,6 +110,7 @@ def test_scheduler_counters_and_constants(registry: Any) -> None:
     assert sample("sglang:num_retracted_input_tokens_total", SCHEDULER_KEYS) == 20
     assert sample("sglang:queue_time_seconds_count", SCHEDULER_KEYS) == 1
     assert sample("sglang:page_size", SCHEDULER_KEYS) == 16
+    assert b"_created" not in prometheus_client.generate_latest(registry)
     disk = {**SCHEDULER_KEYS, "source": "disk"}
     assert sample("sglang:weight_load_duration_seconds", disk) == 1.5
 
@@ -261,12 +263,14 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 app = FastAPI()
 add_prometheus_middleware(app)
-sys.stdout.write(TestClient(app).get("/metrics").text)
+answer = TestClient(app).get("/metrics", follow_redirects=False)
+assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+sys.stdout.write(answer.text)
 """
 
 
-def test_the_metrics_of_all_processes_come_together() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}
+def test_the_metrics_of_all_processes_come_together(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", _PARENT], capture_output=True, text=True, env=environment
     )

@@ -73,7 +73,7 @@ PARAMS: list[dict[str, Any]] = [
     {"json_schema": "{"},
     {"json_schema": '{"type": "nonsense"}'},
     {"regex": "("},
-    {"ebnf": "root ::="},
+    {"ebnf": "root ::= ("},
     {"regex": "a", "json_schema": "{}"},
     {"structural_tag": "{}"},
     {"max_tokens": 5},

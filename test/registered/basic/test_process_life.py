@@ -72,7 +72,8 @@ class Server:
         return max(self.children, key=lambda child: child.memory_info().rss)
 
     def assert_gone(self) -> None:
-        left = [child for child in self.children if child.is_running()]
+        # The resource tracker of multiprocessing leaves a moment after the parent.
+        _, left = psutil.wait_procs(self.children, timeout=3)
         assert [c for c in left if c.status() != psutil.STATUS_ZOMBIE] == []
 
     def stop(self) -> None:

@@ -432,6 +432,18 @@ def test_unknown_pause_mode_and_idle_continue(tmp_path: Path) -> None:
     run_with_front(tmp_path, body)
 
 
+def test_forgotten_pause_ends_where_a_limit_is_set(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        with envs.SGLANG_ENGINE_PAUSE_TIMEOUT.override(0.2):
+            await front.manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+            await front.manager.continue_generation(ContinueGenerationReqInput())
+            await front.manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+            answer = await front.generate(text="b", sampling_params=FOUR)
+        assert answer["text"] == "bbbb" and answer["meta_info"]["e2e_latency"] > 0.15
+
+    run_with_front(tmp_path, body)
+
+
 # -- weight updates --------------------------------------------------------------------------------
 
 

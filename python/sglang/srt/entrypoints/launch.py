@@ -26,8 +26,10 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -86,6 +88,8 @@ def _child_main(spec: ChildSpec, pipe_writer: Connection, parent_dies_with_threa
     os.environ.update(spec.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The parent held them back while it started us; programs that we start need them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     # `kill -USR1 <pid>` writes the stacks of all threads; the watchdog uses it on a stuck loop.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     configure_logger(spec.log_level, spec.log_prefix)
@@ -194,6 +198,18 @@ def _collect_exit_code(process: SpawnProcess, timeout_s: float = 5.0) -> int | N
     return process.exitcode
 
 
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Hold back SIGTERM and SIGINT, so that no child is started without being recorded."""
+    # Starting the tracker would unblock them, so it must run before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start(spec: ChildSpec) -> Child:
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
@@ -268,8 +284,9 @@ def start_subprocesses(
         owned_metrics_dir=metrics_dir,
     )
     try:
-        for spec in _child_specs(server_args, port_args):
-            launching.children.append(_start(spec))
+        with _signals_deferred():
+            for spec in _child_specs(server_args, port_args):
+                launching.children.append(_start(spec))
     except BaseException:
         launching.abandon()
         raise

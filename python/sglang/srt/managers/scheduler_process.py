@@ -104,6 +104,9 @@ def _runner_config(server_args: ServerArgs) -> RunnerConfig:
         kv_cache_dtype=server_args.kv_cache_dtype,
         random_seed=server_args.random_seed,
         cpu_weight_format=server_args.cpu_weight_format,
+        disable_cuda_graph=server_args.disable_cuda_graph or server_args.disable_decode_cuda_graph,
+        cuda_graph_max_bs=server_args.cuda_graph_max_bs_decode,
+        cuda_graph_bs=server_args.cuda_graph_bs_decode,
     )
 
 
@@ -125,6 +128,8 @@ def _ready_message(
             "max_running_requests": runner.max_running_requests,
             "max_total_tokens": runner.max_total_num_tokens,
             "context_length": model_config.context_len,
+            "model_type": model_config.model_type,
+            "architectures": list(model_config.architectures),
         },
     )
 

@@ -137,6 +137,7 @@ class TokenizerManager:
         self.is_pause = False
         self.is_pause_cond = asyncio.Condition()
         self._pause_mode: str | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
         self.model_update_lock = RWLock()
         self.last_receive_time = time.monotonic()
         self._received = asyncio.Event()  # replaced at each message: "anything since now"
@@ -728,12 +729,30 @@ class TokenizerManager:
         self._check_alive()
         async with self.is_pause_cond:
             self.is_pause = True
+            self._arm_pause_timer()
             if obj.mode != "abort":
                 self._pause_mode = obj.mode
                 await self.control.pause(obj.mode)
                 return
             was_stopped, self._pause_mode = self._pause_mode is not None, None
         await self._drain(was_stopped)
+
+    def _arm_pause_timer(self) -> None:
+        """Start the time after which a forgotten pause ends by itself, where one is set."""
+        self._cancel_pause_timer()
+        limit_s = envs.SGLANG_ENGINE_PAUSE_TIMEOUT.get()
+        if limit_s >= 0:
+            loop = asyncio.get_running_loop()
+            self._pause_timer = loop.call_later(limit_s, self._end_forgotten_pause, limit_s)
+
+    def _cancel_pause_timer(self) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+            self._pause_timer = None
+
+    def _end_forgotten_pause(self, limit_s: float) -> None:
+        logger.warning("Nobody continued generation within %g s: going on", limit_s)
+        self._spawn(self.continue_generation(ContinueGenerationReqInput()))
 
     async def _drain(self, was_stopped: bool) -> None:
         """Abort until no sent request is left. Stopped schedulers must step once more for that."""
@@ -754,6 +773,7 @@ class TokenizerManager:
         """End a pause and let held requests go. Harmless when not paused."""
         async with self.is_pause_cond:
             await self.control.resume(obj.torch_empty_cache)
+            self._cancel_pause_timer()
             self.is_pause = False
             self._pause_mode = None
             self.is_pause_cond.notify_all()

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.allocator import (
     create_token_to_kv_pool_allocator,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.kv_cache_sizing import (
@@ -35,6 +36,9 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.platforms import current_platform
 
 logger = logging.getLogger(__name__)
+
+# Largest captured decode batch unless a flag says otherwise.
+DEFAULT_GRAPH_MAX_BS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,9 @@ class RunnerConfig:
     kv_cache_dtype: str  # "auto": the model's
     random_seed: int
     cpu_weight_format: str = "fp32"
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None  # None: DEFAULT_GRAPH_MAX_BS
+    cuda_graph_bs: list[int] | None = None  # None: a ladder up to the maximum
 
 
 class ModelRunner:
@@ -64,6 +71,7 @@ class ModelRunner:
         self.tp = get_tp_group()
         torch.manual_seed(config.random_seed)
 
+        self.graph_bytes = 0
         before = platform.memory_info().free_bytes
         start = time.perf_counter()
         self.model = load_model(
@@ -96,6 +104,18 @@ class ModelRunner:
             ),
         )
         self.sampler = Sampler()
+        self.graph_runner = self._make_graph_runner()
+
+    def _make_graph_runner(self) -> CudaGraphRunner | None:
+        config = self.config
+        if not current_platform().graph_capture_supported or config.disable_cuda_graph:
+            return None
+        limit = min(config.cuda_graph_max_bs or DEFAULT_GRAPH_MAX_BS, self.max_running_requests)
+        sizes = capture_batch_sizes(limit, config.cuda_graph_bs)
+        before = current_platform().memory_info().free_bytes
+        graphs = CudaGraphRunner(self, sizes, show_progress=self.tp.rank == 0)
+        self.graph_bytes = max(before - current_platform().memory_info().free_bytes, 0)
+        return graphs
 
     def _resolve_kv_dtype(self, name: str) -> torch.dtype:
         if name == "auto":
@@ -166,6 +186,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the model on one batch. Collective."""
+        if self.graph_runner is not None and self.graph_runner.can_run(forward_batch):
+            return self.graph_runner.replay(forward_batch)
         self.attn_backend.init_forward_metadata(forward_batch)
         with use_attention_backend(self.attn_backend):
             return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)
@@ -191,6 +213,6 @@ class ModelRunner:
         return {
             "weight": round(self.weight_bytes / 1e9, 3),
             "kv_cache": round(self.kv_cache_bytes / 1e9, 3),
-            "graph": 0.0,
+            "graph": round(self.graph_bytes / 1e9, 3),
             "token_capacity": self.max_total_num_tokens,
         }

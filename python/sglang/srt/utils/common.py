@@ -287,8 +287,16 @@ def set_prometheus_multiproc_dir() -> str:
 
 def add_prometheus_middleware(app: FastAPI) -> None:
     """Serve `/metrics` of all processes on the application. Needs the multiprocess directory."""
-    from prometheus_client import CollectorRegistry, make_asgi_app, multiprocess
+    from prometheus_client import CollectorRegistry, multiprocess
+    from prometheus_client.exposition import choose_encoder
+    from starlette.requests import Request
+    from starlette.responses import Response
 
-    registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
-    app.mount("/metrics", make_asgi_app(registry=registry))
+    def metrics(request: Request) -> Response:
+        # Reads files of all processes; the framework runs it beside the event loop.
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    app.add_route("/metrics", metrics)

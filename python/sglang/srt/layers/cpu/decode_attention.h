@@ -88,12 +88,15 @@ static void decode_piece(const Paged &a, const float *q, const T *k, const T *v,
   decode_scores<T, G>(a, q, k, v, slots, len, s);
   const int64_t padded = (len + VL - 1) / VL * VL;
   for (int g = 0; g < G; g++) {
-    for (int64_t t = len; t < padded; t++) s[g][t] = -__builtin_inff();
-    float m = -__builtin_inff();
     if (a.logit_cap != 0.0f)
-      for (int64_t t = 0; t < len; t += VL) store(s[g] + t, capped(load(s[g] + t), a.logit_cap));
-    for (int64_t t = 0; t < len; t++) m = std::max(m, s[g][t]);
+      for (int64_t t = 0; t < len; t++) s[g][t] = capped(splat(s[g][t]), a.logit_cap)[0];
     for (int64_t t = len; t < padded; t++) s[g][t] = -__builtin_inff();
+    vf top = load(s[g]);
+    for (int64_t t = VL; t < len; t += VL) {
+      vf x = load(s[g] + t);
+      top = x > top ? x : top;
+    }
+    const float m = hmax(top);
     vf total = {};
     for (int64_t t = 0; t < len; t += VL) {
       vf e = vexp(load(s[g] + t) - m);

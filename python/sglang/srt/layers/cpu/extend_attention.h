@@ -111,8 +111,7 @@ static void softmax_row(const Paged &a, float *s, int64_t lo, int64_t hi, float 
     }
     top = x > top ? x : top;
   }
-  float m = mx;
-  for (int i = 0; i < VL; i++) m = std::max(m, top[i]);
+  const float m = std::max(mx, hmax(top));
   vf total = {};
   for (int64_t t = 0; t < BK; t += VL) {
     vf e = vexp(load(s + t) - m);

@@ -106,6 +106,14 @@ INLINE float hsum(vf v) {
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+INLINE float hmax(vf v) {
+  float a[VL];
+  memcpy(a, &v, sizeof a);
+  for (int half = VL / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
+  return a[0];
+}
+
 // exp to about 1 ulp; exactly 0 below -87 (also for -inf).
 INLINE vf vexp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer

@@ -1,0 +1,210 @@
+"""CUDA graphs of decode steps: capture at a ladder of batch sizes, replay padded.
+
+A decode step of a small batch is launch overhead for the most part; a graph replays all its
+kernels with one call. Owns the static input tensors and the graphs. Weights are read where they
+are, so in-place weight updates stay visible; anything that rebinds a parameter breaks the graphs.
+Absent on CPU. Scheduler thread only; with several ranks capture and replay are collective.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from tqdm import tqdm
+
+from sglang.srt.layers.attention.base import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.forward_context import use_attention_backend
+
+logger = logging.getLogger(__name__)
+
+# Padding requests read one token of some row and write to the dummy page: harmless and cheap.
+_PADDING_SEQ_LEN = 1
+_PADDING_SLOT = 0
+
+
+class GraphableRunner(Protocol):
+    """What a graph is captured over."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def attn_backend(self) -> AttentionBackend: ...
+
+    @property
+    def req_to_token_pool(self) -> ReqToTokenPool: ...
+
+    @property
+    def token_to_kv_pool(self) -> KVCache: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None) -> list[int]:
+    """The ladder: fine steps where batches are small and padding would weigh, coarse above.
+
+    `requested` (a user's list) wins; sizes above `max_batch_size` are dropped.
+    """
+    if requested is None:
+        requested = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)]
+    sizes = sorted({size for size in requested if 0 < size <= max_batch_size})
+    if not sizes or (sizes[-1] < max_batch_size and max_batch_size < 8):
+        sizes.append(max_batch_size)
+    return sizes
+
+
+@dataclass(slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # float32 [size, V], overwritten by each replay
+
+
+class CudaGraphRunner:
+    """Captures at construction. `replay` runs one decode batch."""
+
+    def __init__(
+        self, runner: GraphableRunner, batch_sizes: list[int], show_progress: bool
+    ) -> None:
+        self._runner = runner
+        self.batch_sizes = batch_sizes
+        max_size = batch_sizes[-1]
+        # int64 [max_size] each; a graph of size b uses the first b.
+        self._input_ids, self._rows, self._seq_lens, self._slots = torch.zeros(
+            (4, max_size), dtype=torch.int64, device=runner.device
+        ).unbind(0)
+        self._graphs: dict[int, _Graph] = {}
+        self._size_of = self._make_size_table()
+        self.num_replays = 0
+        self._capture_all(show_progress)
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether the batch is a plain decode step of a captured size."""
+        return (
+            batch.forward_mode is ForwardMode.DECODE
+            and batch.batch_size <= self.batch_sizes[-1]
+            and batch.capture_hidden_mode is CaptureHiddenMode.NULL
+            and batch.spec_info is None
+        )
+
+    def replay(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run a decode step. The logits are valid until the next replay, in stream order."""
+        num_reqs = batch.batch_size
+        size = self._size_of[num_reqs]
+        self._fill_inputs(batch, num_reqs, size)
+        entry = self._graphs[size]
+        entry.graph.replay()
+        self.num_replays += 1
+        return LogitsProcessorOutput(next_token_logits=entry.logits[:num_reqs])
+
+    def _make_size_table(self) -> list[int]:
+        """Number of requests -> captured size that holds them."""
+        table, size_index = [], 0
+        for num_reqs in range(self.batch_sizes[-1] + 1):
+            if num_reqs > self.batch_sizes[size_index]:
+                size_index += 1
+            table.append(self.batch_sizes[size_index])
+        return table
+
+    def _fill_inputs(self, batch: ForwardBatch, num_reqs: int, size: int) -> None:
+        """Copy a step's tensors into the static ones; neutral values behind them."""
+        self._input_ids[:num_reqs].copy_(batch.input_ids)
+        self._rows[:num_reqs].copy_(batch.req_pool_indices)
+        self._seq_lens[:num_reqs].copy_(batch.seq_lens)
+        self._slots[:num_reqs].copy_(batch.out_cache_loc)
+        if num_reqs < size:
+            # Tokens and rows left from an earlier step are valid ones; length and slot decide.
+            self._seq_lens[num_reqs:size].fill_(_PADDING_SEQ_LEN)
+            self._slots[num_reqs:size].fill_(_PADDING_SLOT)
+
+    # -- capture --------------------------------------------------------------------------------
+
+    def _capture_all(self, show_progress: bool) -> None:
+        """Capture every size, the largest first, so that smaller ones reuse its memory."""
+        start = time.perf_counter()
+        self._seq_lens.fill_(_PADDING_SEQ_LEN)
+        pool = None
+        sizes = tqdm(
+            reversed(self.batch_sizes),
+            total=len(self.batch_sizes),
+            desc="capturing CUDA graphs",
+            unit="size",
+            disable=not show_progress,
+        )
+        with _no_garbage_collection(), torch.inference_mode():
+            for size in sizes:
+                entry = self._capture(size, pool)
+                pool = entry.graph.pool()
+                self._graphs[size] = entry
+        logger.info(
+            "captured %d decode graphs (batch %d to %d) in %.1f s",
+            len(self.batch_sizes),
+            self.batch_sizes[0],
+            self.batch_sizes[-1],
+            time.perf_counter() - start,
+        )
+
+    def _capture(self, size: int, pool: tuple[int, int] | None) -> _Graph:
+        batch = self._static_batch(size)
+        stream = torch.cuda.Stream(device=self._runner.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Compiles kernels and allocates workspaces, which must not happen in a capture.
+            self._forward(batch)
+            self._forward(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            logits = self._forward(batch)
+        return _Graph(graph=graph, logits=logits)
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        backend = self._runner.attn_backend
+        backend.init_forward_metadata(batch)
+        # Part of the graph: positions follow from the lengths.
+        batch.positions = batch.seq_lens - 1
+        with use_attention_backend(backend):
+            output = self._runner.model(batch.input_ids, batch.positions, batch)
+        logits: torch.Tensor = output.next_token_logits
+        return logits
+
+    def _static_batch(self, size: int) -> ForwardBatch:
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            input_ids=self._input_ids[:size],
+            positions=self._seq_lens[:size] - 1,
+            req_pool_indices=self._rows[:size],
+            seq_lens=self._seq_lens[:size],
+            seq_lens_cpu=[_PADDING_SEQ_LEN] * size,
+            out_cache_loc=self._slots[:size],
+            req_to_token_pool=self._runner.req_to_token_pool,
+            token_to_kv_pool=self._runner.token_to_kv_pool,
+        )
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a capture could free tensors of another graph."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
