@@ -85,7 +85,7 @@ def test_stop_string_is_trimmed_and_never_streamed(server: SmallServer) -> None:
     answer = server.generate(text="1, 2, 3, 4,", sampling_params=params)
     assert answer["text"] == free["text"][: free["text"].index(stop)]
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    body = {"text": "1, 2, 3, 4,", "sampling_params": params, "stream": True}
+    body: dict[str, Any] = {"text": "1, 2, 3, 4,", "sampling_params": params, "stream": True}
     for chunk in events(server.post("/generate", json=body)):
         assert answer["text"].startswith(chunk["text"])
     kept = server.generate(text="1, 2, 3, 4,", sampling_params={**params, "no_stop_trim": True})
@@ -128,15 +128,16 @@ def test_logprobs(server: SmallServer) -> None:
     )["meta_info"]  # the same with a cached prefix
     for one, two in zip(meta["input_token_logprobs"][1:], again["input_token_logprobs"][1:]):
         assert one[0] == pytest.approx(two[0], abs=1e-3)
-    assert server.generate(text=PARIS, sampling_params=GREEDY, return_logprob=True)["meta_info"][
-        "input_token_logprobs"
-    ] == []
+    assert (
+        server.generate(text=PARIS, sampling_params=GREEDY, return_logprob=True)["meta_info"][
+            "input_token_logprobs"
+        ]
+        == []
+    )
 
 
 def test_no_new_tokens_is_legal(server: SmallServer) -> None:
-    answer = server.generate(
-        text=PARIS, sampling_params={"max_new_tokens": 0}, return_logprob=True
-    )
+    answer = server.generate(text=PARIS, sampling_params={"max_new_tokens": 0}, return_logprob=True)
     assert (answer["text"], answer["output_ids"]) == ("", [])
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
     assert answer["meta_info"]["output_token_logprobs"] == []
@@ -196,7 +197,7 @@ def test_abort_returns_the_partial_answer(server: SmallServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_frees_the_engine(server: SmallServer, stream: bool) -> None:
-    body = {"text": PARIS, "sampling_params": LONG, "stream": stream}
+    body: dict[str, Any] = {"text": PARIS, "sampling_params": LONG, "stream": stream}
     with pytest.raises(requests.exceptions.RequestException):
         with requests.post(
             server.url + "/generate", json=body, stream=stream, timeout=0.7

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sglang
+from sglang.srt.environ import envs
 from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.prompts import mixed_prompts
@@ -29,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "page 16": {"page_size": 16},
     "page 64, chunk 64": {"page_size": 64, "chunked_prefill_size": 64},
     "chunking off": {"chunked_prefill_size": -1},
-    "overlap off": {"disable_overlap_schedule": True},
+    "overlap": {},  # through the environment: the CPU's default loop is the other one
     "tp 2": {"tp_size": 2},
     "small pool": {"max_total_tokens": 1536, "page_size": 16, "chunked_prefill_size": 128},
 }
@@ -97,7 +98,8 @@ def _differences(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_same(mode, model_path, prompts, reference):
-    outputs = _generate(model_path, prompts, batch=32, **MODES[mode])
+    with envs.SGLANG_ENABLE_OVERLAP_ON_CPU.override(mode == "overlap"):
+        outputs = _generate(model_path, prompts, batch=32, **MODES[mode])
     assert _differences(outputs, reference) == []
 
 

@@ -38,9 +38,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert "Paris" in (choice.message.content or "")
     assert choice.finish_reason == "stop"
     assert answer.usage is not None and answer.usage.completion_tokens > 2
-    again = client.chat.completions.create(
-        model="smol", messages=ASK, temperature=0, max_tokens=24
-    )
+    again = client.chat.completions.create(model="smol", messages=ASK, temperature=0, max_tokens=24)
     assert again.choices[0].message.content == choice.message.content
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     assert (again.usage.prompt_tokens_details.cached_tokens or 0) > 0

@@ -53,12 +53,12 @@ def reference(model) -> list[list[int]]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "extra", [[], ["--disable-overlap-schedule", "--chunked-prefill-size", 16]]
-)
-def test_two_ranks_give_the_same_tokens(model, reference, extra):
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_two_ranks_give_the_same_tokens(model, reference, overlap):
     url = f"http://127.0.0.1:{get_free_port()}"
-    process = popen_launch_server(str(model), url, 120, other_args=[*COMMON, "--tp", 2, *extra])
+    args = [*COMMON, "--tp", 2, "--chunked-prefill-size", 16]
+    env = {"SGLANG_ENABLE_OVERLAP_ON_CPU": overlap}
+    process = popen_launch_server(str(model), url, 120, other_args=args, env=env)
     try:
         assert _generate(url) == reference
         assert requests.get(f"{url}/server_info", timeout=30).json()["tp_size"] == 2

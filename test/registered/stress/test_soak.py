@@ -41,15 +41,14 @@ class Stream:
     retractions: int = 0
 
 
-@pytest.fixture(
-    scope="module", params=[[], ["--disable-overlap-schedule"]], ids=["overlap", "normal"]
-)
+@pytest.fixture(scope="module", params=["1", "0"], ids=["overlap", "normal"])
 def server(request, tmp_path_factory):
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
     url = f"http://127.0.0.1:{get_free_port()}"
     args = ["--max-total-tokens", POOL_TOKENS, "--page-size", 4, "--chunked-prefill-size", 64]
     args += ["--schedule-conservativeness", 0.1, "--random-seed", 1, "--num-threads", 1]
-    process = popen_launch_server(str(model), url, 120, other_args=[*args, *request.param])
+    env = {"SGLANG_ENABLE_OVERLAP_ON_CPU": request.param}
+    process = popen_launch_server(str(model), url, 120, other_args=args, env=env)
     yield url
     assert process.poll() is None, f"the server ended with code {process.returncode}"
     terminate_and_kill_process_tree(process)

@@ -102,7 +102,7 @@ def test_overload_has_the_exception_shape(http: HttpFront) -> None:
 
 def test_failure_after_the_stream_began_is_an_event(http: HttpFront) -> None:
     http.scheduler.step_s = 0.02
-    body = {"text": "a", "stream": True, "sampling_params": ENDLESS}
+    body: dict[str, Any] = {"text": "a", "stream": True, "sampling_params": ENDLESS}
     with requests.post(http.url + "/generate", json=body, stream=True, timeout=30) as reply:
         lines = reply.iter_lines()
         assert next(lines).startswith(b"data: {")
@@ -137,7 +137,13 @@ def test_missing_features_say_so_in_their_familys_shape(http: HttpFront) -> None
 
 
 def test_generate_whole_and_put(http: HttpFront) -> None:
-    body = {"text": "ab", "sampling_params": FOUR, "model": None, "background": False, "x": [1]}
+    body: dict[str, Any] = {
+        "text": "ab",
+        "sampling_params": FOUR,
+        "model": None,
+        "background": False,
+        "x": [1],
+    }
     for method in ("POST", "PUT"):
         reply = http.request(method, "/generate", json=body)
         assert reply.status_code == 200 and reply.json()["text"] == "abab"
@@ -159,7 +165,7 @@ def test_content_type_does_not_matter_for_generate(http: HttpFront) -> None:
 
 def test_stream_is_cumulative_and_ends_with_done(http: HttpFront) -> None:
     http.scheduler.step_s = 0.01
-    body = {"text": "ab", "stream": True, "sampling_params": FOUR}
+    body: dict[str, Any] = {"text": "ab", "stream": True, "sampling_params": FOUR}
     events = sse(http.post("/generate", json=body))
     texts = [item["text"] for item in events[:-1]]
     assert texts[-1] == "abab" and texts == sorted(texts)
@@ -175,7 +181,7 @@ def test_bad_stream_request_gets_its_status(http: HttpFront) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(http: HttpFront, stream: bool) -> None:
     http.scheduler.step_s = 0.03
-    body = {"text": "a", "stream": stream, "sampling_params": ENDLESS}
+    body: dict[str, Any] = {"text": "a", "stream": stream, "sampling_params": ENDLESS}
     with pytest.raises(requests.exceptions.RequestException):
         if stream:
             with requests.post(http.url + "/generate", json=body, stream=True, timeout=5) as reply:
@@ -191,7 +197,7 @@ def test_disconnect_aborts(http: HttpFront, stream: bool) -> None:
 def test_abort_request(http: HttpFront) -> None:
     http.scheduler.step_s = 0.02
     with ThreadPoolExecutor(1) as pool:
-        body = {"text": "a", "rid": "job-1", "sampling_params": ENDLESS}
+        body: dict[str, Any] = {"text": "a", "rid": "job-1", "sampling_params": ENDLESS}
         future = pool.submit(http.post, "/generate", json=body)
         wait_for(lambda: http.scheduler.live)
         for ignored in ({}, {"rid": ""}, {"rid": None}, {"rid": "other"}):
@@ -353,7 +359,11 @@ def test_many_clients_at_once(http: HttpFront) -> None:
 
     def work(number: int) -> None:
         text = chr(ord("a") + number % 26)
-        body = {"text": text, "stream": number % 2 == 0, "sampling_params": {"max_new_tokens": 9}}
+        body: dict[str, Any] = {
+            "text": text,
+            "stream": number % 2 == 0,
+            "sampling_params": {"max_new_tokens": 9},
+        }
         reply = http.post("/generate", json=body)
         answer = sse(reply)[-2] if body["stream"] else reply.json()
         if answer["text"] != text * 9:

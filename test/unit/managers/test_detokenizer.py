@@ -18,9 +18,15 @@ from sglang.test.fakes.tiny_tokenizer import build_tiny_tokenizer
 
 CACHED_MODEL = Path("~/.cache/hispec/smollm2-135m-instruct").expanduser()
 TINY = LightTokenizer(build_tiny_tokenizer(), {"eos_token": "<|end|>"})
-END_ID = TINY.eos_token_id
+END_ID = TINY.eos_token_id or 0
 TEXTS = st.text(max_size=40) | st.sampled_from(
-    ["A 世界 ab", "emoji 👩‍👩‍👧‍👦🏳️‍🌈 flags", "naïve café Ωμέγα", "\u0000\ufffd\u2028", "日本語のテキスト"]
+    [
+        "A 世界 ab",
+        "emoji 👩‍👩‍👧‍👦🏳️‍🌈 flags",
+        "naïve café Ωμέγα",
+        "\u0000\ufffd\u2028",
+        "日本語のテキスト",
+    ]
 )
 
 
@@ -156,9 +162,7 @@ def test_stop_string_inside_a_token_cuts_the_rest() -> None:
 
 def test_no_stop_trim_keeps_everything_and_holds_nothing() -> None:
     ids = byte_ids(b"abSTOP")
-    got = deltas(
-        TINY, [[i] for i in ids], params(["STOP"], no_stop_trim=True), stop_reason("STOP")
-    )
+    got = deltas(TINY, [[i] for i in ids], params(["STOP"], no_stop_trim=True), stop_reason("STOP"))
     assert got == ["a", "b", "S", "T", "O", "P"]
 
 

@@ -158,7 +158,7 @@ def test_preferred_sampling_params_are_defaults(tmp_path: Path) -> None:
 
 # -- refusals --------------------------------------------------------------------------------------
 
-BAD = [
+BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "Either text, input_ids or input_embeds should be provided."),
     ({"text": "a", "input_ids": [1]}, "Only one of"),
     ({"text": []}, "empty"),
@@ -193,7 +193,12 @@ def test_bad_requests_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         for fields, text in BAD:
             assert text in str(await refused(front, **fields)), fields
-        ignored = {"lora_path": "", "image_data": None, "extra_key": "", "cache_salt": ""}
+        ignored: dict[str, Any] = {
+            "lora_path": "",
+            "image_data": None,
+            "extra_key": "",
+            "cache_salt": "",
+        }
         await front.generate(text="a", sampling_params=FOUR, **ignored)
         sent = front.scheduler.of_type(TokenizedGenerateReqInput)
         assert [r.extra_key for r in sent] == [None]  # none of the bad ones got through
@@ -205,7 +210,7 @@ def test_batch_caps_come_before_any_work(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         with envs.SGLANG_MAX_BATCH_SIZE.override(8):
             assert "at most 8" in str(await refused(front, text=["a"] * 9))
-            many = {"text": ["a"] * 3, "sampling_params": {"n": 3}}
+            many: dict[str, Any] = {"text": ["a"] * 3, "sampling_params": {"n": 3}}
             assert "at most 8" in str(await refused(front, **many))
 
     run_with_front(tmp_path, body)
@@ -516,7 +521,7 @@ def test_requests_spread_over_replicas(tmp_path: Path) -> None:
         assert len({a["meta_info"]["dp_rank"] for a in samples}) == 1  # they share a prefix
         loads = await front.manager.control.get_loads()
         assert [load["dp_rank"] for load in loads] == [0, 1]
-        assert not any(front.manager._num_sent.values())
+        assert front.manager._dispatcher.num_live == [0, 0]
 
     run_with_front(tmp_path, body, dp_size=2)
 

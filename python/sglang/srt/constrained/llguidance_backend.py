@@ -105,9 +105,7 @@ class LLGuidanceMatcher(GrammarMatcher):
 class LLGuidanceBackend(BaseGrammarBackend):
     """The engine and its tokenizer tables (some 0.4 s to build)."""
 
-    def __init__(
-        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         end_ids = sorted(token_id for token_id in set(eos_token_ids) if 0 <= token_id < vocab_size)
         if not end_ids:
             raise ValueError("grammars need a model with an end token")

@@ -7,7 +7,9 @@ them and return them.
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+import importlib
+from typing import Protocol, cast
 
 import torch
 from torch.nn import functional
@@ -137,10 +139,19 @@ _TORCH_OPS = TorchOps()
 _CPU_FLOAT32_OPS = CpuFloat32Ops()
 
 
+@functools.cache
+def _cuda_ops() -> Ops:
+    # By name: Triton is installed where there is a GPU only.
+    module = importlib.import_module("sglang.srt.layers.triton_ops.cuda_ops")
+    return cast(Ops, module.CudaOps())
+
+
 def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """The operations for parameters on `device` in `dtype`. Call it when a layer is created."""
     if device.type == "cpu" and dtype == torch.float32:
         return _CPU_FLOAT32_OPS
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return _cuda_ops()
     return _TORCH_OPS
 
 

@@ -16,11 +16,8 @@ import time
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError
-from sglang.srt.managers.tokenizer_manager import (
-    HEALTH_CHECK_RID_PREFIX,
-    ServerStatus,
-    TokenizerManager,
-)
+from sglang.srt.managers.tokenizer_dispatch import HEALTH_CHECK_RID_PREFIX
+from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 logger = logging.getLogger(__name__)
 

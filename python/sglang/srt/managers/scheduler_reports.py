@@ -88,13 +88,8 @@ class SchedulerReports:
         self._decode_steps += 1
         if self._decode_steps % self.facts.decode_log_interval:
             return
-        now = time.perf_counter()
-        generated = self.results.num_generated_tokens - self._window_tokens
-        elapsed = now - self._window_start
-        self.last_gen_throughput = generated / elapsed if elapsed > 0 else 0.0
-        self._start_window(now)
+        self._close_window()
         if self.metrics is not None:
-            self.metrics.count_decode(generated)
             self._log_stats(counts)
         if self.facts.is_logging_rank:
             logger.info(
@@ -125,16 +120,27 @@ class SchedulerReports:
 
     def on_idle(self) -> None:
         """The last request has gone."""
+        self._close_window()
         self.last_gen_throughput = 0.0
-        self._start_window(time.perf_counter())
         if self.metrics is not None:
             self._log_stats((0, 0))
 
     def reset_counters(self) -> None:
         """Back to zero, as a cache flush demands."""
+        self._close_window()
         self.results.num_generated_tokens = 0
         self._decode_steps = 0
         self._start_window(time.perf_counter())
+
+    def _close_window(self) -> None:
+        """Throughput and token counter of the time since the last call."""
+        now = time.perf_counter()
+        generated = self.results.num_generated_tokens - self._window_tokens
+        elapsed = now - self._window_start
+        self.last_gen_throughput = generated / elapsed if elapsed > 0 else 0.0
+        if self.metrics is not None:
+            self.metrics.count_decode(generated)
+        self._start_window(now)
 
     def _start_window(self, now: float) -> None:
         self._window_start = now

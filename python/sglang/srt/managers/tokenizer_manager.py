@@ -1,10 +1,11 @@
 """The front's engine client: tokenises, sends requests to the schedulers, follows their answers.
 
 `TokenizerManager` owns the table of live requests (`rid_to_state`), the pause state, the
-reader/writer lock of weight updates and the data-parallel dispatch. Control requests that carry no
-such state are in `TokenizerControl` (`.control`), request splitting in `request_normalizer`,
-rendering in `request_state`. It runs on one asyncio loop: the HTTP server's or the offline
-Engine's; prompts longer than a few kilobytes are tokenised on a thread pool.
+reader/writer lock of weight updates and the loop that receives the engine's messages. Control
+requests that carry no such state are in `TokenizerControl` (`.control`), request splitting in
+`request_normalizer`, checks and tokens in `tokenizer_prompts`, the choice of a replica in
+`tokenizer_dispatch`, rendering in `request_state`. It runs on one asyncio loop: the HTTP server's
+or the offline Engine's.
 
 A request: split and checked -> registered -> tokenised -> held while the engine is paused -> sent
 (reader lock held from here on) -> answers absorbed -> last answer rendered.
@@ -17,10 +18,7 @@ import dataclasses
 import gc
 import logging
 import time
-from array import array
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any, Protocol
@@ -29,7 +27,6 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
-    BatchTokenizedGenerateReqInput,
     ConfigureLoggingReq,
     ContinueGenerationReqInput,
     ControlReqOutput,
@@ -39,16 +36,17 @@ from sglang.srt.managers.io_struct import (
     ProfileReqInput,
     RequestOutput,
     SchedulerReady,
-    TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
     new_rid,
 )
-from sglang.srt.managers.ipc import AsyncPullChannel, PushChannel
+from sglang.srt.managers.ipc import AsyncPullChannel
 from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
 from sglang.srt.managers.request_logger import RequestLogger
-from sglang.srt.managers.request_normalizer import SingleRequest, SplitRequest, split_request
+from sglang.srt.managers.request_normalizer import SplitRequest, split_request
 from sglang.srt.managers.request_state import OutputListener, Phase, ReqState
 from sglang.srt.managers.tokenizer_control import TokenizerControl
+from sglang.srt.managers.tokenizer_dispatch import Dispatcher
+from sglang.srt.managers.tokenizer_prompts import PromptPreparer
 from sglang.srt.observability.metrics import TokenizerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -58,14 +56,11 @@ from sglang.srt.utils.tokenizer import BaseTokenizer, get_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Text up to this length is tokenised on the event loop: under half a millisecond.
-_INLINE_CHARS = 2048
 # How often a waiting handler looks whether its client is still there, seconds.
 _DISCONNECT_POLL_S = 1.0
 # How often an abort-mode pause repeats its abort until nothing is in flight, seconds.
 _PAUSE_ABORT_PERIOD_S = 1.0
 _PAUSE_MODES = ("abort", "retract", "in_place")
-HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
 
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
@@ -118,7 +113,6 @@ class TokenizerManager:
         self.scheduler_infos = scheduler_infos
         info = scheduler_infos[0]
         self.context_len = info.context_len
-        self.max_req_input_len = info.max_req_input_len
         self.vocab_size = info.vocab_size
         self.tokenizer: BaseTokenizer | None = None
         if not server_args.skip_tokenizer_init:
@@ -128,6 +122,7 @@ class TokenizerManager:
                 trust_remote_code=server_args.trust_remote_code,
                 revision=server_args.revision,
             )
+        self._prompts = PromptPreparer(server_args, info, self.tokenizer)
         self.preferred_sampling = _parse_preferred(server_args.preferred_sampling_params)
 
         self.server_status = ServerStatus.Starting
@@ -150,13 +145,12 @@ class TokenizerManager:
         self.metrics: TokenizerMetrics | None = None
 
         self._pull = AsyncPullChannel(port_args.tokenizer_ipc_name)
-        self._push = [PushChannel(address) for address in port_args.scheduler_input_ipc_names]
-        self._num_sent = Counter[int]()  # live requests by data-parallel rank
-        self._next_rank = 0
-        self.control = TokenizerControl(self._send_to_all, len(self._push))
+        self._dispatcher = Dispatcher(
+            port_args.scheduler_input_ipc_names, skip_tokenizer=self.tokenizer is None
+        )
+        self.control = TokenizerControl(self._send_to_all, self._dispatcher.dp_size)
         self._handle_loop: asyncio.Task[None] | None = None
         self.event_loop: asyncio.AbstractEventLoop | None = None  # the one that it runs on
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- generation -----------------------------------------------------------------------------
@@ -179,20 +173,20 @@ class TokenizerManager:
         self.auto_create_handle_loop()
         self._check_alive()
         split = split_request(obj, self.preferred_sampling)
-        self._check_singles(split.singles)
+        self._prompts.check(split.singles)
         self.request_logger.log_received(obj)
         states = self._register(obj, split, created)
         watch = _ClientWatch(request)
         is_holding_lock = False
         answers: list[dict[str, Any]] = []
         try:
-            await self._tokenize(states)
+            await self._prompts.tokenize(states)
             await self._acquire_dispatch(states, watch)
             is_holding_lock = True
             if split.num_samples > 1:
                 await self._warm_prefixes(states, split.num_samples, watch)
                 await self._hold_while_paused(states, watch)
-            self._dispatch(states, split.num_samples, stream=obj.stream)
+            self._dispatcher.dispatch(states, split.num_samples, stream=obj.stream)
             if obj.stream:
                 if incremental is None:
                     incremental = self.server_args.incremental_streaming_output
@@ -214,56 +208,9 @@ class TokenizerManager:
         if self.gracefully_exit:
             raise EngineUnavailableError("The server is shutting down.")
 
-    def _check_singles(self, singles: list[SingleRequest]) -> None:
-        """Range checks that need no tokens. Raises RequestError."""
-        max_top = min(self.vocab_size, envs.SGLANG_MAX_TOP_LOGPROBS.get())
-        checked: set[int] = set()
-        for single in singles:
-            params = single.sampling_params
-            if id(params) not in checked:
-                checked.add(id(params))
-                self._check_sampling(params)
-            if not 0 <= single.top_logprobs_num <= max_top:
-                raise RequestError(
-                    f"top_logprobs_num must be in [0, {max_top}], got {single.top_logprobs_num}."
-                )
-            self._check_token_ids("token_ids_logprob", single.token_ids_logprob or ())
-            rank = single.routed_dp_rank
-            if rank is not None and not 0 <= rank < len(self._push):
-                raise RequestError(
-                    f"routed_dp_rank must be in [0, {len(self._push) - 1}], got {rank}."
-                )
-            if single.return_hidden_states and not self.server_args.enable_return_hidden_states:
-                raise RequestError(
-                    "return_hidden_states needs a server started with "
-                    "--enable-return-hidden-states."
-                )
-            if single.text is not None and self.tokenizer is None:
-                raise RequestError(
-                    "This server runs with --skip-tokenizer-init: send input_ids, not text."
-                )
-
-    def _check_sampling(self, params: SamplingParams) -> None:
-        try:
-            params.verify(self.vocab_size)
-            params.normalize()
-        except ValueError as exc:
-            raise RequestError(str(exc)) from exc
-        if self.tokenizer is None and (params.stop_strs or params.stop_regex_strs):
-            raise RequestError(
-                "stop and stop_regex need a tokenizer: the server has --skip-tokenizer-init."
-            )
-
-    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        ids = token_ids if isinstance(token_ids, (list, tuple, array)) else list(token_ids)
-        if not ids:
-            return
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.vocab_size:
-            raise RequestError(
-                f"{name} must hold token ids in [0, {self.vocab_size - 1}], "
-                f"got {low if low < 0 else high}."
-            )
+    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts; long ones on a thread pool. Raises RequestError."""
+        return await self._prompts.encode(texts, add_special_tokens)
 
     def _register(
         self, obj: GenerateReqInput, split: SplitRequest, created: float
@@ -295,9 +242,9 @@ class TokenizerManager:
             if self.rid_to_state.get(state.rid) is state:
                 del self.rid_to_state[state.rid]
             if state.phase is Phase.SENT:
-                self._send_abort(state, None)
+                self._dispatcher.abort(state)
                 state.phase = Phase.FINISHED
-            self._forget_sent(state)
+            self._dispatcher.forget(state)
 
     def _account(self, obj: GenerateReqInput, states: list[ReqState]) -> None:
         """Metrics and logs of a request that ran to its end."""
@@ -313,91 +260,9 @@ class TokenizerManager:
         if (logs.enabled or logs.dump_folder is not None) and not obj.no_logs:
             logs.log_finished(obj, [self._render(state, False) for state in states])
 
-    # -- tokenising -----------------------------------------------------------------------------
-
-    async def _tokenize(self, states: list[ReqState]) -> None:
-        """Fill `prompt_ids`, checked. Texts shared by samples are encoded once."""
-        texts = list(dict.fromkeys(s.single.text for s in states if s.single.text is not None))
-        ids_of: dict[str, array[int]] = {}
-        if texts:
-            encoded = await self.encode(texts)
-            ids_of = {text: array("i", ids) for text, ids in zip(texts, encoded)}
-        by_source: dict[int, array[int]] = {}
-        for state in states:
-            single = state.single
-            if single.text is not None:
-                ids = ids_of[single.text]
-            elif id(single.input_ids) in by_source:
-                ids = by_source[id(single.input_ids)]
-            else:
-                self._check_token_ids("input_ids", single.input_ids or ())
-                ids = by_source[id(single.input_ids)] = array("i", single.input_ids or ())
-            state.prompt_ids = self._fit_prompt(ids)
-            self._check_lengths(state)
-
-    async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts; long ones on the thread pool. Raises RequestError."""
-        if self.tokenizer is None:
-            raise RequestError("This server runs with --skip-tokenizer-init: send token ids.")
-        if sum(map(len, texts)) <= _INLINE_CHARS:
-            return self.tokenizer.encode_batch(texts, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, self.tokenizer.encode_batch, texts, add_special_tokens
-        )
-
-    def _fit_prompt(self, ids: array[int]) -> array[int]:
-        """The prompt, cut where the server may cut. Raises RequestError when empty or too long."""
-        if not ids:
-            raise RequestError("The prompt is empty: it holds no tokens.")
-        limit = min(self.context_len - 1, self.max_req_input_len)
-        if len(ids) <= limit:
-            return ids
-        if self.server_args.allow_auto_truncate:
-            logger.warning("Cut a prompt of %d tokens to %d", len(ids), limit)
-            return ids[:limit]
-        if len(ids) >= self.context_len:
-            raise RequestError(
-                f"The input ({len(ids)} tokens) is longer than the model's context length "
-                f"({self.context_len} tokens)."
-            )
-        raise RequestError(
-            f"The input ({len(ids)} tokens) is longer than the {limit} tokens that this server's "
-            "KV cache can hold for one request."
-        )
-
-    def _check_lengths(self, state: ReqState) -> None:
-        """Checks and cuts that need the prompt's length."""
-        single, num_prompt = state.single, len(state.prompt_ids)
-        if single.return_logprob and single.logprob_start_len > num_prompt:
-            raise RequestError(
-                f"logprob_start_len ({single.logprob_start_len}) is beyond the prompt "
-                f"({num_prompt} tokens)."
-            )
-        if single.logprob_start_len < -1:
-            raise RequestError(f"logprob_start_len must be >= -1, got {single.logprob_start_len}.")
-        room = self.context_len - num_prompt
-        params = single.sampling_params
-        if params.max_new_tokens is None:
-            single.sampling_params = dataclasses.replace(params, max_new_tokens=room)
-        elif params.max_new_tokens > room:
-            if not self.server_args.allow_auto_truncate:
-                raise RequestError(
-                    f"The request needs {num_prompt + params.max_new_tokens} tokens "
-                    f"({num_prompt} of the prompt and {params.max_new_tokens} new ones), but the "
-                    f"model's context length is {self.context_len} tokens."
-                )
-            single.sampling_params = dataclasses.replace(params, max_new_tokens=room)
-        if single.sampling_params.min_new_tokens > room:
-            raise RequestError(
-                f"min_new_tokens ({params.min_new_tokens}) does not fit in the context: the prompt "
-                f"leaves room for {room} tokens."
-            )
-
     # -- dispatch -------------------------------------------------------------------------------
 
-    async def _hold_while_paused(
-        self, states: list[ReqState], watch: _ClientWatch
-    ) -> None:
+    async def _hold_while_paused(self, states: list[ReqState], watch: _ClientWatch) -> None:
         """Return when generation may go on, or when all of `states` were aborted meanwhile."""
         while self.is_pause and not all(state.is_finished for state in states):
             try:
@@ -408,9 +273,7 @@ class TokenizerManager:
                 await watch.check()
         self._check_alive()
 
-    async def _acquire_dispatch(
-        self, states: list[ReqState], watch: _ClientWatch
-    ) -> None:
+    async def _acquire_dispatch(self, states: list[ReqState], watch: _ClientWatch) -> None:
         """Return with the reader lock held, at a moment at which requests may be sent."""
         while True:
             await self._hold_while_paused(states, watch)
@@ -418,65 +281,6 @@ class TokenizerManager:
             if not self.is_pause or all(state.is_finished for state in states):
                 return
             self.model_update_lock.release_reader()
-
-    def _dispatch(self, states: list[ReqState], num_samples: int, stream: bool) -> None:
-        """Send all requests that were not aborted while held; one message per replica."""
-        by_rank: dict[int, list[TokenizedGenerateReqInput]] = {}
-        now = time.time()
-        rank = 0
-        for position, state in enumerate(states):
-            if state.phase is not Phase.HELD:
-                continue
-            if position % num_samples == 0 or state.single.routed_dp_rank is not None:
-                rank = self._choose_rank(state.single)
-            self._mark_sent(state, rank, now)
-            by_rank.setdefault(rank, []).append(self._tokenized(state, stream))
-        for rank, requests in by_rank.items():
-            if len(requests) == 1:
-                self._push[rank].send(requests[0])
-            else:
-                self._push[rank].send(BatchTokenizedGenerateReqInput(requests=requests))
-
-    def _choose_rank(self, single: SingleRequest) -> int:
-        """The replica that the client names, else the one with the fewest live requests."""
-        if single.routed_dp_rank is not None:
-            return single.routed_dp_rank
-        num_ranks = len(self._push)
-        order = [(self._next_rank + i) % num_ranks for i in range(num_ranks)]
-        rank = min(order, key=lambda r: self._num_sent[r])
-        self._next_rank = (rank + 1) % num_ranks
-        return rank
-
-    def _mark_sent(self, state: ReqState, rank: int, now: float) -> None:
-        state.phase = Phase.SENT
-        state.dispatched_time = now
-        state.dp_rank = rank if len(self._push) > 1 else None
-        state.sent_rank = rank
-        self._num_sent[rank] += 1
-
-    def _forget_sent(self, state: ReqState) -> None:
-        if state.sent_rank is not None:
-            self._num_sent[state.sent_rank] -= 1
-            state.sent_rank = None
-
-    def _tokenized(self, state: ReqState, stream: bool) -> TokenizedGenerateReqInput:
-        single = state.single
-        return TokenizedGenerateReqInput(
-            rid=state.rid,
-            input_ids=state.prompt_ids,
-            sampling_params=single.sampling_params,
-            stream=stream,
-            return_logprob=single.return_logprob,
-            logprob_start_len=single.logprob_start_len,
-            top_logprobs_num=single.top_logprobs_num,
-            token_ids_logprob=single.token_ids_logprob,
-            return_hidden_states=bool(single.return_hidden_states),
-            extra_key=single.extra_key,
-            priority=single.priority,
-            received_time=state.created,
-            is_health_check=state.rid.startswith(HEALTH_CHECK_RID_PREFIX),
-            skip_tokenizer=self.tokenizer is None,
-        )
 
     async def _warm_prefixes(
         self, states: list[ReqState], num_samples: int, watch: _ClientWatch
@@ -502,7 +306,7 @@ class TokenizerManager:
             warm.append(state)
         self.rid_to_state.update((state.rid, state) for state in warm)
         try:
-            self._dispatch(warm, 1, stream=False)
+            self._dispatcher.dispatch(warm, 1, stream=False)
             await self._wait_finished(warm, watch)
         finally:
             self._unregister(warm)
@@ -518,9 +322,7 @@ class TokenizerManager:
             if state is not None:
                 return state
 
-    async def _wait_finished(
-        self, states: list[ReqState], watch: _ClientWatch
-    ) -> None:
+    async def _wait_finished(self, states: list[ReqState], watch: _ClientWatch) -> None:
         """Return when all have finished. Raises RequestError for one that failed."""
         for state in states:  # ended while held
             state.is_counted = state.is_finished
@@ -534,9 +336,7 @@ class TokenizerManager:
                 remaining -= 1
                 self._raise_failure(state)
 
-    async def _wait_all(
-        self, states: list[ReqState], watch: _ClientWatch
-    ) -> list[dict[str, Any]]:
+    async def _wait_all(self, states: list[ReqState], watch: _ClientWatch) -> list[dict[str, Any]]:
         await self._wait_finished(states, watch)
         return [self._render(state, False) for state in states]
 
@@ -630,7 +430,7 @@ class TokenizerManager:
         if state.is_finished:
             # The id is free again from the moment on at which the engine is done with it.
             del self.rid_to_state[state.rid]
-            self._forget_sent(state)
+            self._dispatcher.forget(state)
 
     def _note_received(self) -> None:
         self.last_receive_time = time.monotonic()
@@ -680,14 +480,7 @@ class TokenizerManager:
     def _send_to_all(self, message: Any) -> None:
         self.auto_create_handle_loop()
         self._check_alive()
-        for push in self._push:
-            push.send(message)
-
-    def _send_abort(self, state: ReqState, abort_message: str | None) -> None:
-        if state.sent_rank is not None:
-            self._push[state.sent_rank].send(
-                AbortReq(rid=state.rid, exact=True, abort_message=abort_message)
-            )
+        self._dispatcher.broadcast(message)
 
     def abort_request(
         self, rid: str = "", abort_all: bool = False, abort_message: str | None = None
@@ -703,8 +496,7 @@ class TokenizerManager:
                 self._finish_held(state, abort_message)
         if any(state.phase is Phase.SENT for state in hit) or abort_all:
             message = AbortReq(rid=rid, abort_all=abort_all, abort_message=abort_message)
-            for push in self._push:
-                push.send(message)
+            self._dispatcher.broadcast(message)
 
     def _finish_held(self, state: ReqState, abort_message: str | None) -> None:
         """End a request that no scheduler knows yet."""
@@ -766,8 +558,7 @@ class TokenizerManager:
 
     def _abort_sent(self) -> None:
         """Abort everything that schedulers know, not what is held for the time after."""
-        for push in self._push:
-            push.send(AbortReq(abort_all=True))
+        self._dispatcher.broadcast(AbortReq(abort_all=True))
 
     async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
         """End a pause and let held requests go. Harmless when not paused."""
@@ -832,10 +623,9 @@ class TokenizerManager:
         if self._handle_loop is not None:
             self._handle_loop.cancel()
             self._handle_loop = None
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._prompts.close()
         self._pull.close()
-        for push in self._push:
-            push.close()
+        self._dispatcher.close()
 
 
 def _parse_preferred(text: str | None) -> dict[str, Any] | None:

@@ -17,9 +17,7 @@ import numpy as np
 import torch
 
 
-def _lazy_zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU from pages that the system zeroes when they are first used.
 
     `torch.zeros` would write all of a pool of many gigabytes at start-up.

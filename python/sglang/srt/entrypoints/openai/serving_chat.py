@@ -9,8 +9,8 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import (
     OpenAIServingBase,
     finish_fields,
-    response_id,
     model_sampling_defaults,
+    response_id,
     sglext,
     unix_time,
     version_metadata,

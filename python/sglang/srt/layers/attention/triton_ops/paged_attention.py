@@ -1,0 +1,237 @@
+"""Launch the paged attention kernel: block sizes, how finely to share the keys, scratch memory.
+
+Owns no state but the scratch memory of a `Workspace`, which belongs to one backend and may be used
+from one stream at a time. Nothing here reads a device tensor, so every call can be captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_attention_kernel
+
+MAX_HEAD_DIM = 256
+# The matrix unit's smallest tile has this many rows.
+MIN_ROWS = 16
+MAX_BATCH_SIZE = 4096
+# Fewer keys than this are not worth a program of their own.
+MIN_KEYS_PER_SHARE = 128
+# Elements of the shares' outputs that a merging program holds at once.
+_MERGE_ELEMENTS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchConfig:
+    """How one launch divides its work."""
+
+    block_m: int  # rows (token, head of the group) a program
+    block_n: int  # keys an iteration
+    num_warps: int
+    num_stages: int
+    # Aim of key shares over all row blocks of one KV head; 0: every row block is one program.
+    share_target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttentionInputs:
+    """Arguments of `paged_attention`.
+
+    n = new tokens of all requests, b = requests. Slots of a request's keys, those of its new
+    tokens included, are in `table[table_rows[i], :seq_lens[i]]`.
+    """
+
+    queries: torch.Tensor  # [n, num_heads, head_dim], rows may be strided
+    keys: torch.Tensor  # [slots, num_kv_heads, head_dim], any float type
+    values: torch.Tensor  # like keys
+    table: torch.Tensor  # int32 [rows, columns]
+    table_rows: torch.Tensor  # int64 [b]
+    seq_lens: torch.Tensor  # int64 [b], new tokens included
+    query_lens: torch.Tensor | None  # int64 [b]; None = one new token each (then n == b)
+    # bool, flat, as in `attention.base.TreeMaskInput`; only the part over new tokens is read.
+    tree_mask: torch.Tensor | None
+    scaling: float
+    window: int | None
+
+
+class Workspace:
+    """Scratch memory of one backend: the shares' outputs and how many of them are done.
+
+    Grows when a launch needs more. Older memory is kept, since captured launches hold its address.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outputs = [torch.empty(0, dtype=torch.float32, device=device)]
+        self._counters = [torch.empty(0, dtype=torch.int32, device=device)]
+
+    def reserve(self, num_blocks: int, rows: int, block_d: int) -> tuple[torch.Tensor, ...]:
+        """(outputs, log-sum-exps, counters) for so many row blocks; the counters are zero."""
+        num_floats = num_blocks * rows * (block_d + 1)
+        if self._outputs[-1].numel() < num_floats:
+            size = max(num_floats, 2 * self._outputs[-1].numel())
+            self._outputs.append(torch.empty(size, dtype=torch.float32, device=self._device))
+        if self._counters[-1].numel() < num_blocks:
+            size = max(num_blocks, 2 * self._counters[-1].numel())
+            self._counters.append(torch.zeros(size, dtype=torch.int32, device=self._device))
+        num_outputs = num_blocks * rows * block_d
+        return self._outputs[-1], self._outputs[-1][num_outputs:], self._counters[-1]
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of the device; a small number where the interpreter stands in for it."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
+    """Block sizes for a launch, from shapes alone."""
+    num_tokens, num_heads, head_dim = inputs.queries.shape
+    num_kv_heads = inputs.keys.shape[1]
+    group = num_heads // num_kv_heads
+    batch_size = inputs.seq_lens.shape[0]
+    processors = num_multiprocessors(inputs.queries.device)
+    mean_rows = math.ceil(num_tokens / batch_size) * group
+    wide = head_dim > 128 or inputs.queries.dtype == torch.float32
+    block_m = min(max(triton.next_power_of_2(mean_rows), MIN_ROWS), 64 if wide else 128)
+    num_blocks = _max_row_blocks(num_tokens, batch_size, group, block_m) * num_kv_heads
+    if block_m <= 64:
+        return LaunchConfig(
+            block_m=block_m,
+            block_n=32 if wide else 64,
+            num_warps=4,
+            num_stages=3,
+            # One program a multiprocessor and slot where that is enough, else several rounds of
+            # smaller ones, which even out.
+            share_target=_share_target(num_blocks, num_kv_heads, 2 * processors),
+        )
+    return LaunchConfig(
+        block_m=block_m,
+        block_n=64,
+        num_warps=8,
+        num_stages=3,
+        share_target=0
+        if num_blocks >= 4 * processors
+        else _share_target(num_blocks, num_kv_heads, processors),
+    )
+
+
+def _share_target(num_blocks: int, num_kv_heads: int, num_programs: int) -> int:
+    rounds = 1 if num_blocks <= num_programs else 8
+    return max(1, rounds * num_programs // num_kv_heads)
+
+
+def _max_row_blocks(num_tokens: int, batch_size: int, group: int, block_m: int) -> int:
+    """Row blocks a KV head, at most: the lengths of the requests are known to the device only."""
+    if num_tokens == batch_size:
+        return batch_size * math.ceil(group / block_m)
+    return num_tokens * group // block_m + batch_size
+
+
+def paged_attention(
+    inputs: PagedAttentionInputs, workspace: Workspace, config: LaunchConfig | None = None
+) -> torch.Tensor:
+    """Attention of new tokens over their requests' keys: [n, num_heads, head_dim], like queries.
+
+    Causal among the new tokens unless there is a tree mask. A request without keys gets zeros.
+    Raises ValueError for shapes that the kernel does not do.
+    """
+    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    num_tokens, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    batch_size = inputs.seq_lens.shape[0]
+    _check(inputs)
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    config = config or choose_config(inputs)
+    group = num_heads // num_kv_heads
+    block_d = max(triton.next_power_of_2(head_dim), 16)
+    row_blocks = _max_row_blocks(num_tokens, batch_size, group, config.block_m)
+    shared = config.share_target > 0
+    num_items = row_blocks + config.share_target - 1 if shared else row_blocks
+    # With one token a request the rest of the smallest tile is padding, not worth merging.
+    merge_rows = config.block_m
+    if inputs.query_lens is None:
+        merge_rows = min(merge_rows, triton.next_power_of_2(group))
+    partial_out, partial_lse, arrivals = workspace.reserve(
+        num_items * num_kv_heads if shared else 0, config.block_m, block_d
+    )
+    tree_mask = inputs.tree_mask
+    paged_attention_kernel[(num_kv_heads, num_items)](
+        queries,
+        out,
+        keys,
+        values,
+        inputs.table,
+        inputs.table_rows,
+        inputs.seq_lens,
+        inputs.seq_lens if inputs.query_lens is None else inputs.query_lens,
+        queries if tree_mask is None else tree_mask.view(torch.uint8),
+        partial_out,
+        partial_lse,
+        arrivals,
+        batch_size,
+        config.share_target,
+        max(MIN_KEYS_PER_SHARE, config.block_n),
+        inputs.table.stride(0),
+        queries.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        inputs.scaling * math.log2(math.e),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BATCH_BLOCK=_batch_block(batch_size),
+        WINDOW=inputs.window or 0,
+        ONE_QUERY=inputs.query_lens is None,
+        TREE=tree_mask is not None,
+        SHARED=shared,
+        MERGE_ROWS=merge_rows,
+        MERGE_SHARES=max(1, _MERGE_ELEMENTS // (merge_rows * block_d)),
+        PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def _batch_block(batch_size: int) -> int:
+    # Few sizes, since each is compiled on its own: 16, 64, 256, 1024, 4096.
+    size = 16
+    while size < batch_size:
+        size *= 4
+    return size
+
+
+def _check(inputs: PagedAttentionInputs) -> None:
+    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    num_tokens, num_heads, head_dim = queries.shape
+    batch_size = inputs.seq_lens.shape[0]
+    if keys.shape != values.shape or keys.shape[2] != head_dim or num_heads % keys.shape[1]:
+        raise ValueError(
+            f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)} and values "
+            f"{tuple(values.shape)} do not fit"
+        )
+    if head_dim > MAX_HEAD_DIM or batch_size > MAX_BATCH_SIZE:
+        raise ValueError(
+            f"head size {head_dim} or batch size {batch_size} exceeds "
+            f"{MAX_HEAD_DIM} and {MAX_BATCH_SIZE}"
+        )
+    if inputs.query_lens is None and num_tokens != batch_size:
+        raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")
+    for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+        if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
+            raise ValueError(f"the heads of {name} must lie side by side")
+    if inputs.scaling <= 0:
+        raise ValueError(f"the scale must be positive, not {inputs.scaling}")

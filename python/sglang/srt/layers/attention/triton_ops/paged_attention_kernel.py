@@ -1,0 +1,316 @@
+"""The attention kernel over the paged pool: decode, verification and extend are one program text.
+
+A program computes the output of one *row block* of one KV head over one range of the keys. Rows
+are the new tokens of a request times the query heads that share the KV head, packed, so that a
+decode step fills the matrix unit with the heads of a group and a draft tree with its tokens too.
+
+Work items are (request, row block, share of the keys). Which item a program has follows from the
+lengths on the device alone: nothing about a batch is computed on the host, and a captured launch
+stays right when the lengths change. The shares of one row block are merged by whichever of its
+programs ends last.
+
+Called by `paged_attention.py`, which documents the arguments and checks them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+NO_VALUE = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _attend(
+    query: Any,
+    acc: Any,
+    row_max: Any,
+    row_sum: Any,
+    key_pos: Any,
+    end: Any,
+    query_pos: Any,
+    prefix_len: Any,
+    seq_len: Any,
+    mask_rows: Any,
+    table_row: Any,
+    key_base: Any,
+    value_base: Any,
+    key_stride: Any,
+    value_stride: Any,
+    scale_log2: Any,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> Any:
+    """One block of keys. `mask_rows` point at each row's line of the tree mask."""
+    feature = tl.arange(0, BLOCK_D)
+    if MASKED:
+        slots = tl.load(table_row + key_pos, mask=key_pos < end, other=0).to(tl.int64)
+    else:
+        slots = tl.load(table_row + key_pos).to(tl.int64)
+    key_ptrs = key_base + slots[:, None] * key_stride + feature[None, :]
+    value_ptrs = value_base + slots[:, None] * value_stride + feature[None, :]
+    # What lies behind the end may hold anything; a NaN would get through a weight of zero.
+    if MASKED:
+        inside = (key_pos < end)[:, None] & (feature < HEAD_DIM)[None, :]
+        keys = tl.load(key_ptrs, mask=inside, other=0.0).to(query.dtype)
+        values = tl.load(value_ptrs, mask=inside, other=0.0).to(query.dtype)
+    elif HEAD_DIM == BLOCK_D:
+        keys = tl.load(key_ptrs).to(query.dtype)
+        values = tl.load(value_ptrs).to(query.dtype)
+    else:
+        keys = tl.load(key_ptrs, mask=(feature < HEAD_DIM)[None, :], other=0.0).to(query.dtype)
+        values = tl.load(value_ptrs, mask=(feature < HEAD_DIM)[None, :], other=0.0).to(query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+    if MASKED:
+        visible = (key_pos < end)[None, :]
+        if TREE:
+            is_new = (key_pos >= prefix_len) & (key_pos < seq_len)
+            seen = tl.load(mask_rows[:, None] + key_pos[None, :], mask=is_new[None, :], other=1)
+            visible = visible & (seen != 0)
+        else:
+            visible = visible & (key_pos[None, :] <= query_pos[:, None])
+        if WINDOW > 0:
+            visible = visible & (query_pos[:, None] - key_pos[None, :] < WINDOW)
+        scores = tl.where(visible, scores, NO_VALUE)
+    # Scores stay unscaled; the scale (with log2 e, for exp2) goes into one multiply-add.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    if MASKED:
+        safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
+    else:
+        safe_max = new_max
+    weights = tl.exp2(scores * scale_log2 - safe_max[:, None])
+    fade = tl.exp2(row_max - safe_max)
+    row_sum = row_sum * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+    acc = tl.dot(weights.to(query.dtype), values, acc, input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _merge(
+    partial_out: Any,
+    partial_lse: Any,
+    first_item: Any,
+    num_shares: Any,
+    head: Any,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SHARES: tl.constexpr,
+) -> Any:
+    """Weighted mean of the shares' outputs: float32 [MERGE_ROWS, BLOCK_D]."""
+    rows = tl.arange(0, MERGE_ROWS)
+    feature = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((MERGE_ROWS, BLOCK_D), tl.float32)
+    total_max = tl.full((MERGE_ROWS,), NO_VALUE, tl.float32)
+    total_sum = tl.zeros((MERGE_ROWS,), tl.float32)
+    for first in tl.range(0, num_shares, MERGE_SHARES):
+        share = first + tl.arange(0, MERGE_SHARES)
+        block = (first_item + share).to(tl.int64) * NUM_KV_HEADS + head
+        line = block[:, None] * BLOCK_M + rows[None, :]
+        live = (share < num_shares)[:, None]
+        # Other programs wrote these: read past the first-level cache.
+        lse = tl.load(
+            partial_lse + line,
+            mask=live & (rows < MERGE_ROWS)[None, :],
+            other=NO_VALUE,
+            cache_modifier=".cg",
+        )
+        out = tl.load(
+            partial_out + line[:, :, None] * BLOCK_D + feature[None, None, :],
+            mask=live[:, :, None] & (rows < MERGE_ROWS)[None, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_max = tl.maximum(total_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
+        weights = tl.exp2(lse - safe_max[None, :])
+        fade = tl.exp2(total_max - safe_max)
+        total_sum = total_sum * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(out * weights[:, :, None], 0)
+        total_max = new_max
+    return acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["batch_size", "share_target", "min_share", "table_stride"],
+)
+def paged_attention_kernel(
+    queries: Any,
+    out: Any,
+    key_buffer: Any,
+    value_buffer: Any,
+    table: Any,
+    table_rows: Any,
+    seq_lens: Any,
+    query_lens: Any,
+    tree_mask: Any,
+    partial_out: Any,
+    partial_lse: Any,
+    arrivals: Any,
+    batch_size: Any,
+    share_target: Any,
+    min_share: Any,
+    table_stride: Any,
+    query_stride: Any,
+    out_stride: Any,
+    key_stride: Any,
+    value_stride: Any,
+    scale_log2: Any,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    TREE: tl.constexpr,
+    SHARED: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SHARES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Grid: (NUM_KV_HEADS, upper bound of the number of work items)."""
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+
+    # Which request, row block and share of its keys this program has.
+    lanes = tl.arange(0, BATCH_BLOCK)
+    in_batch = lanes < batch_size
+    all_seqs = tl.load(seq_lens + lanes, mask=in_batch, other=0).to(tl.int32)
+    if ONE_QUERY:
+        all_queries = tl.where(in_batch, 1, 0)
+    else:
+        all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
+    all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
+    if SHARED:
+        attended = all_seqs.to(tl.int64)
+        if WINDOW > 0:
+            attended = tl.minimum(attended, WINDOW + all_queries - 1)
+        total_work = tl.maximum(tl.sum(all_blocks * attended, 0), 1)
+        # In proportion to the work, rounded down: the sum stays below share_target, plus one item
+        # for each row block that would have got none.
+        all_shares = attended * share_target // total_work
+        all_shares = tl.minimum(all_shares, (attended + min_share - 1) // min_share)
+        all_shares = tl.maximum(all_shares, 1).to(tl.int32)
+    else:
+        all_shares = tl.full((BATCH_BLOCK,), 1, tl.int32)
+    all_items = all_blocks * all_shares
+    total_items = tl.sum(all_items, 0)
+    if item >= total_items:
+        return
+    # Last rows first: under a causal mask they have most to do.
+    item = total_items - 1 - item
+    request = tl.sum((tl.cumsum(all_items, 0) <= item).to(tl.int32), 0)
+    before = lanes < request
+    chosen = lanes == request
+    local = item - tl.sum(tl.where(before, all_items, 0), 0)
+    num_shares = tl.sum(tl.where(chosen, all_shares, 0), 0)
+    seq_len = tl.sum(tl.where(chosen, all_seqs, 0), 0)
+    num_queries = tl.sum(tl.where(chosen, all_queries, 0), 0)
+    query_start = tl.sum(tl.where(before, all_queries, 0), 0).to(tl.int64)
+    row_block = local // num_shares
+    share = local % num_shares
+
+    # Rows: (new token, query head of the group), packed.
+    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    row_live = token < num_queries
+    feature = tl.arange(0, BLOCK_D)
+    row_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
+    in_row = row_live[:, None] & (feature < HEAD_DIM)[None, :]
+    query_ptrs = queries + (query_start + token) * query_stride + row_offset
+    query = tl.load(query_ptrs[:, None] + feature[None, :], mask=in_row, other=0.0)
+    prefix_len = seq_len - num_queries
+    query_pos = prefix_len + token
+    first_token = row_block * BLOCK_M // GROUP
+    last_token = tl.minimum((row_block * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
+
+    # Keys: [low, high) for the row block, [start, end) for this share; below `plain_end` every row
+    # sees every key.
+    low = 0
+    high = tl.maximum(prefix_len + last_token + 1, 0)
+    plain_end = prefix_len + first_token + 1
+    mask_rows = tree_mask + token
+    if TREE:
+        high = seq_len
+        plain_end = prefix_len
+        lines = all_queries.to(tl.int64) * all_seqs
+        mask_rows = tree_mask + tl.sum(tl.where(before, lines, 0), 0) + token.to(tl.int64) * seq_len
+        mask_rows = tl.where(row_live, mask_rows, tree_mask)
+    if WINDOW > 0:
+        low = tl.maximum(prefix_len + first_token - WINDOW + 1, 0)
+        plain_end = 0
+    start = low
+    end = high
+    if SHARED:
+        keys_per_share = (high - low + num_shares - 1) // num_shares
+        keys_per_share = (keys_per_share + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        start = low + share * keys_per_share
+        end = tl.minimum(start + keys_per_share, high)
+    plain_end = start + tl.maximum(tl.minimum(plain_end, end) - start, 0) // BLOCK_N * BLOCK_N
+
+    request_row = tl.load(table_rows + request).to(tl.int64)
+    table_row = table + request_row * table_stride
+    key_base = key_buffer + head * HEAD_DIM
+    value_base = value_buffer + head * HEAD_DIM
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    row_max = tl.full((BLOCK_M,), NO_VALUE, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    block = tl.arange(0, BLOCK_N)
+    for position in tl.range(start, plain_end, BLOCK_N):
+        acc, row_max, row_sum = _attend(
+            query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
+            mask_rows, table_row, key_base, value_base, key_stride, value_stride, scale_log2,
+            HEAD_DIM, BLOCK_D, WINDOW, TREE, False, PRECISION,
+        )  # fmt: skip
+    for position in tl.range(plain_end, end, BLOCK_N):
+        acc, row_max, row_sum = _attend(
+            query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
+            mask_rows, table_row, key_base, value_base, key_stride, value_stride, scale_log2,
+            HEAD_DIM, BLOCK_D, WINDOW, TREE, True, PRECISION,
+        )  # fmt: skip
+    acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
+
+    out_ptrs = out + (query_start + token) * out_stride + row_offset
+    if not SHARED:
+        tl.store(out_ptrs[:, None] + feature[None, :], acc.to(out.dtype.element_ty), mask=in_row)
+    elif num_shares == 1:
+        tl.store(out_ptrs[:, None] + feature[None, :], acc.to(out.dtype.element_ty), mask=in_row)
+    else:
+        line = (item.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(
+            partial_out + line[:, None] * BLOCK_D + feature[None, :],
+            acc,
+            mask=(tl.arange(0, BLOCK_M) < MERGE_ROWS)[:, None] & (feature < BLOCK_D)[None, :],
+        )
+        tl.store(partial_lse + line, row_max + tl.log2(row_sum))
+        # All threads' stores come before the count, and the count before the others' loads.
+        first_item = item - share
+        counter = arrivals + first_item * NUM_KV_HEADS + head
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
+            tl.debug_barrier()
+            tl.store(counter, 0)
+            merged = _merge(
+                partial_out, partial_lse, first_item, num_shares, head,
+                NUM_KV_HEADS, BLOCK_M, BLOCK_D, MERGE_ROWS, MERGE_SHARES,
+            )  # fmt: skip
+            merge_rows = row_block * BLOCK_M + tl.arange(0, MERGE_ROWS)
+            merge_token = merge_rows // GROUP
+            merge_offset = (head * GROUP + merge_rows % GROUP) * HEAD_DIM
+            merge_ptrs = out + (query_start + merge_token) * out_stride + merge_offset
+            tl.store(
+                merge_ptrs[:, None] + feature[None, :],
+                merged.to(out.dtype.element_ty),
+                mask=(merge_token < num_queries)[:, None] & (feature < HEAD_DIM)[None, :],
+            )

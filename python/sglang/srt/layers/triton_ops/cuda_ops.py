@@ -1,0 +1,62 @@
+"""`CudaOps`: the elementary operations on CUDA in half precision, own fused kernels.
+
+Chosen by `layers.dispatch.select_ops`, which imports this module by name, since Triton is not
+installed everywhere. The meaning of every operation is stated at `dispatch.Ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from sglang.srt.layers.triton_ops.activation import gate_and_mul
+from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
+from sglang.srt.layers.triton_ops.rope import KVDestination, rope_in_place
+
+
+class CudaOps:
+    """See the module docstring."""
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, weight, eps), residual
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return gate_and_mul(x, gelu_tanh=False)
+
+    def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return gate_and_mul(x, gelu_tanh=True)
+
+    def apply_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rope_in_place(q, k, positions, cos_sin, head_dim)
+        return q, k
+
+    def rope_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+        destination: KVDestination,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`apply_rope`, and the rotated keys and the values [n, heads * head_dim] to the pool."""
+        rope_in_place(q, k, positions, cos_sin, head_dim, (v, destination))
+        return q, k

@@ -1,0 +1,96 @@
+"""RMS normalisation on CUDA, with and without the residual addition before it.
+
+Called by `cuda_ops.py`. Rounds where the reference set rounds: the sum with the residual, and the
+normalised values before the weight is applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _rms_norm_kernel(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    out: Any,
+    heads: Any,
+    width: Any,
+    row_stride: Any,
+    head_stride: Any,
+    residual_stride: Any,
+    eps: Any,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row a program. A row of `x` is a head of a token; `out` is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    offset = row // heads * row_stride + row % heads * head_stride
+    values = tl.load(x + offset + column, mask=inside, other=0.0)
+    if ADD:
+        stream = residual + row * residual_stride + column
+        values = (values.to(tl.float32) + tl.load(stream, mask=inside, other=0.0)).to(values.dtype)
+        tl.store(stream, values, mask=inside)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = (wide * scale).to(values.dtype).to(tl.float32)
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (normed * factors).to(values.dtype), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [n, d] or [n, heads, d], rows and heads may be strided; a new contiguous tensor."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    heads = x.shape[1] if x.dim() == 3 else 1
+    head_stride = x.stride(1) if x.dim() == 3 else 0
+    _launch(x, None, weight, out, (heads, x.stride(0), head_stride), eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Norm of x + residual [n, d], a new tensor; the sum is left in `residual`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, out, (1, x.stride(0), 0), eps)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    layout: tuple[int, int, int],
+    eps: float,
+) -> None:
+    """`layout`: heads, stride of a token, stride of a head."""
+    width = x.shape[-1]
+    if x.numel() == 0:
+        return
+    if x.stride(-1) != 1 or (residual is not None and residual.stride(-1) != 1):
+        raise ValueError("the normalised dimension must be contiguous")
+    heads, row_stride, head_stride = layout
+    block = triton.next_power_of_2(width)
+    _rms_norm_kernel[(x.numel() // width,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        heads,
+        width,
+        row_stride,
+        head_stride,
+        0 if residual is None else residual.stride(0),
+        eps,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )

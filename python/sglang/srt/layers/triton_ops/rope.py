@@ -1,0 +1,162 @@
+"""Rotary embedding on CUDA, in place, optionally with the write of K and V to the pool.
+
+Called by `cuda_ops.py`. One launch rotates the heads of q and k; with a pool it also stores the
+rotated keys and the values at the tokens' slots, which saves two launches and a pass over k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS_PER_PROGRAM = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVDestination:
+    """Where new keys and values go: rows `slots` int64 [n] of [slots, kv_heads, head_dim]."""
+
+    slots: torch.Tensor
+    key_buffer: torch.Tensor
+    value_buffer: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
+def _rope_kernel(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    cos_sin: Any,
+    slots: Any,
+    key_buffer: Any,
+    value_buffer: Any,
+    num_heads: Any,
+    num_kv_heads: Any,
+    q_stride: Any,
+    k_stride: Any,
+    v_stride: Any,
+    table_stride: Any,
+    key_stride: Any,
+    value_stride: Any,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    STORE: tl.constexpr,
+) -> None:
+    """Grid: (tokens, blocks of q heads, then of k heads, then of v heads if STORE)."""
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = (num_heads + HEADS - 1) // HEADS
+    kv_blocks = (num_kv_heads + HEADS - 1) // HEADS
+    is_query = block < q_blocks
+    if STORE:
+        slot = tl.load(slots + token).to(tl.int64)
+        buffer_type = key_buffer.dtype.element_ty
+        if block >= q_blocks + kv_blocks:
+            head = (block - q_blocks - kv_blocks) * HEADS + tl.arange(0, HEADS)
+            feature = tl.arange(0, BLOCK_D)
+            inside = (head < num_kv_heads)[:, None] & (feature < HEAD_DIM)[None, :]
+            offset = head[:, None] * HEAD_DIM + feature[None, :]
+            value = tl.load(v + token * v_stride + offset, mask=inside)
+            tl.store(value_buffer + slot * value_stride + offset, value.to(buffer_type), inside)
+            return
+    if is_query:
+        rows = q + token * q_stride
+        head = block * HEADS + tl.arange(0, HEADS)
+        head_live = head < num_heads
+    else:
+        rows = k + token * k_stride
+        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+        head_live = head < num_kv_heads
+    pair = tl.arange(0, BLOCK_HALF)
+    position = tl.load(positions + token)
+    cos_row = cos_sin + position * table_stride + pair
+    cos = tl.load(cos_row, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(cos_row + HALF, mask=pair < HALF, other=0.0)[None, :]
+    offset = head[:, None] * HEAD_DIM + pair[None, :]
+    inside = head_live[:, None] & (pair < HALF)[None, :]
+    first = tl.load(rows + offset, mask=inside, other=0.0)
+    second = tl.load(rows + offset + HALF, mask=inside, other=0.0)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    rotated_first = (a * cos - b * sin).to(first.dtype)
+    rotated_second = (b * cos + a * sin).to(first.dtype)
+    tl.store(rows + offset, rotated_first, mask=inside)
+    tl.store(rows + offset + HALF, rotated_second, mask=inside)
+    if STORE:
+        if not is_query:
+            target = key_buffer + slot * key_stride
+            tl.store(target + offset, rotated_first.to(buffer_type), mask=inside)
+            tl.store(target + offset + HALF, rotated_second.to(buffer_type), mask=inside)
+            if HEAD_DIM > 2 * HALF:
+                rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+                rest_offset = head[:, None] * HEAD_DIM + rest[None, :]
+                in_rest = head_live[:, None] & (rest < HEAD_DIM)[None, :]
+                plain = tl.load(rows + rest_offset, mask=in_rest)
+                tl.store(target + rest_offset, plain.to(buffer_type), mask=in_rest)
+
+
+def rope_in_place(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    head_dim: int,
+    store: tuple[torch.Tensor, KVDestination] | None = None,
+) -> None:
+    """Rotate the heads of q and k [n, heads * head_dim] in place; see `Ops.apply_rope`.
+
+    `store`: the values [n, kv_heads * head_dim] and where they and the rotated keys go.
+    """
+    num_tokens = q.shape[0]
+    if num_tokens == 0:
+        return
+    v = k if store is None else store[0]
+    if q.stride(1) != 1 or k.stride(1) != 1 or v.stride(1) != 1:
+        raise ValueError("heads must lie side by side")
+    num_heads, num_kv_heads = q.shape[1] // head_dim, k.shape[1] // head_dim
+    half = cos_sin.shape[1] // 2
+    key_buffer = value_buffer = k
+    slots = positions
+    if store is not None:
+        slots, key_buffer, value_buffer = (
+            store[1].slots,
+            store[1].key_buffer,
+            store[1].value_buffer,
+        )
+    kv_blocks = triton.cdiv(num_kv_heads, _HEADS_PER_PROGRAM)
+    blocks = triton.cdiv(num_heads, _HEADS_PER_PROGRAM) + kv_blocks * (1 if store is None else 2)
+    _rope_kernel[(num_tokens, blocks)](
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        slots,
+        key_buffer,
+        value_buffer,
+        num_heads,
+        num_kv_heads,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        cos_sin.stride(0),
+        key_buffer.stride(0),
+        value_buffer.stride(0),
+        HEAD_DIM=head_dim,
+        HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_REST=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        HEADS=_HEADS_PER_PROGRAM,
+        STORE=store is not None,
+        num_warps=2,
+    )
