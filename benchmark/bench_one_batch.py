@@ -1,0 +1,296 @@
+"""Prefill and decode of one batch through the scheduler, against limits measured in the process.
+
+The whole engine without HTTP: scheduler (overlap loop), batch building, model, sampler. Weights may
+be random (`--load-format dummy`): speed does not depend on their values.
+
+* decode, each batch size: `--input-len` random tokens in, `--output-len` out, the first steps
+  dropped; tokens per second, and the share of the limit: bytes of weights and KV that a step must
+  read ÷ read bandwidth;
+* prefill: one prompt; time to the first token, and MFU: operations ÷ measured matmul rate;
+* overhead: device-busy share of the decode (events around each step ÷ wall), and step time ÷ bare
+  replay of the same graph (CUDA only).
+
+    python benchmark/bench_one_batch.py --model benchmark/shapes/llama-3.1-8b --load-format dummy
+    python benchmark/bench_one_batch.py --device cpu --small
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.srt.platforms import current_platform, init_platform
+from sglang.test.fakes.scheduler_harness import SchedulerHarness
+
+DROPPED_STEPS = 32
+
+
+class TimedWorker:
+    """A worker that records device events around every decode step."""
+
+    def __init__(self, worker: TpModelWorker) -> None:
+        self._worker = worker
+        self.events: list[tuple[Any, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        if batch.forward_mode is not ForwardMode.DECODE or batch.device == "cpu":
+            return self._worker.forward_batch_generation(batch)
+        platform = current_platform()
+        start, end = platform.event(enable_timing=True), platform.event(enable_timing=True)
+        start.record()
+        result = self._worker.forward_batch_generation(batch)
+        end.record()
+        self.events.append((start, end))
+        return result
+
+
+def timed(function: Any, repeats: int) -> float:
+    """Seconds of one call: best of `repeats`, device work included."""
+    platform = current_platform()
+    best = float("inf")
+    for _ in range(repeats):
+        platform.synchronize()
+        start = time.perf_counter()
+        function()
+        platform.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype, *, small: bool) -> dict[str, float]:
+    """Read and copy bandwidth (bytes/s) and matmul rate (operations/s), on random data."""
+    num = (1 << 24) if small or device.type == "cpu" else (1 << 31)
+    source = torch.empty(num, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    words = source.view(torch.int32)
+    size = 512 if small or device.type == "cpu" else 8192
+    a = torch.randn(size, size, dtype=dtype, device=device)
+    b = torch.randn(size, size, dtype=dtype, device=device)
+    out = torch.empty_like(a)
+    for _ in range(3):
+        torch.mm(a, b, out=out)
+    return {
+        "read_bytes_s": num / timed(words.max, 10),
+        "copy_bytes_s": 2 * num / timed(lambda: target.copy_(source), 10),
+        "matmul_ops_s": 2 * size**3 / timed(lambda: torch.mm(a, b, out=out), 10),
+    }
+
+
+class Bench:
+    """One engine and the measurements on it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        init_platform(args.device).configure_process(args.threads)
+        self.args = args
+        self.config = ModelConfig.from_path(
+            args.model, context_length=args.context_length, device=args.device
+        )
+        self.runner = ModelRunner(
+            self.config,
+            RunnerConfig(
+                load_format=args.load_format,
+                attention_backend=args.attention_backend,
+                page_size=args.page_size,
+                mem_fraction_static=args.mem_fraction_static,
+                max_total_tokens=args.max_total_tokens,
+                max_running_requests=max(args.batch),
+                kv_cache_dtype="auto",
+                random_seed=0,
+                disable_cuda_graph=args.disable_cuda_graph,
+                cuda_graph_bs=args.batch,
+            ),
+        )
+        self.worker = TimedWorker(TpModelWorker(self.runner))
+        self.rng = random.Random(0)
+        self.harness = SchedulerHarness(
+            worker=self.worker,
+            page_size=args.page_size,
+            max_requests=max(args.batch),
+            context_len=self.config.context_len,
+            vocab_size=self.config.vocab_size,
+            chunk_size=args.chunk_size,
+            max_prefill_tokens=1 << 30,
+            overlap=True,
+            disable_cache=True,
+            conservativeness=0.01,
+        )
+        self.num_requests = 0
+
+    def prompt(self, length: int) -> list[int]:
+        return [self.rng.randrange(self.config.vocab_size) for _ in range(length)]
+
+    def start(self, count: int, input_len: int, output_len: int) -> None:
+        for _ in range(count):
+            rid = f"r{self.num_requests}"
+            self.num_requests += 1
+            self.harness.generate(rid, self.prompt(input_len), output_len, ignore_eos=True)
+
+    def finish(self) -> None:
+        self.harness.run_until_idle(1 << 20)
+        self.harness.outputs.clear()
+
+    def prefill(self, length: int, repeats: int) -> dict[str, float]:
+        times = []
+        for number in range(repeats + 1):
+            self.start(1, length, 1)
+            current_platform().synchronize()
+            start = time.perf_counter()
+            self.finish()
+            if number:
+                times.append(time.perf_counter() - start)
+        seconds = statistics.median(times)
+        return {"length": length, "ms": seconds * 1e3, "tok_s": length / seconds}
+
+    def decode(self, batch: int, input_len: int, output_len: int) -> dict[str, float]:
+        dropped = min(DROPPED_STEPS, output_len // 4)
+        self.start(batch, input_len, output_len)
+        while len(self.harness.scheduler.running_batch) < batch:
+            self.harness.step()
+        self.harness.step(dropped)
+        current_platform().synchronize()
+        self.worker.events.clear()
+        steps = output_len - dropped - 4
+        start = time.perf_counter()
+        self.harness.step(steps)
+        current_platform().synchronize()
+        elapsed = time.perf_counter() - start
+        busy = sum(begin.elapsed_time(end) for begin, end in self.worker.events) / 1e3
+        self.finish()
+        return {
+            "batch": batch,
+            "tok_s": batch * steps / elapsed,
+            "ms_per_step": elapsed / steps * 1e3,
+            "busy_share": busy / elapsed if busy else float("nan"),
+            "context": input_len + dropped + steps / 2,
+        }
+
+    def bare_replay_ms(self, batch: int) -> float:
+        """The captured decode graph of this size alone, in a loop."""
+        graphs = self.runner.graph_runner
+        if graphs is None or batch not in graphs._graphs:
+            return float("nan")
+        graph = graphs._graphs[batch].graph
+
+        def loop() -> None:
+            for _ in range(50):
+                graph.replay()
+
+        return timed(loop, 3) / 50 * 1e3
+
+    def step_bytes(self, batch: int, context: float) -> float:
+        """What a decode step must read: every weight once (of the embedding only rows), all KV."""
+        embed = self.config.vocab_size * self.config.hidden_size * self.runner.dtype.itemsize
+        weights = self.runner.weight_bytes - (0 if self.config.tie_word_embeddings else embed)
+        kv = self.runner.kv_cache_bytes / (self.runner.max_total_num_tokens + self.args.page_size)
+        return weights + batch * context * kv
+
+    def prefill_ops(self, length: int) -> float:
+        """Operations of a prompt: matrices (the head for one token only) and causal attention."""
+        config = self.config
+        embed = config.vocab_size * config.hidden_size
+        matrices = self.runner.weight_bytes / self.runner.dtype.itemsize
+        matrices -= embed * (1 if config.tie_word_embeddings else 2)
+        width = config.num_attention_heads * config.head_dim
+        return 2 * matrices * length + 2 * embed + 2 * config.num_hidden_layers * width * length**2
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything and print the table."""
+    bench = Bench(args)
+    limits = measure_limits(bench.runner.device, bench.runner.dtype, small=args.small)
+    write = sys.stdout.write
+    write(
+        f"limits: read {limits['read_bytes_s'] / 1e9:.0f} GB/s, "
+        f"copy {limits['copy_bytes_s'] / 1e9:.0f} GB/s, "
+        f"matmul {limits['matmul_ops_s'] / 1e12:.1f} TFLOP/s\n"
+    )
+    rows: dict[str, Any] = {"limits": limits, "prefill": [], "decode": []}
+    for length in args.prefill:
+        row = bench.prefill(length, args.repeats)
+        row["mfu"] = bench.prefill_ops(length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
+        rows["prefill"].append(row)
+        write(
+            f"prefill {length}: {row['ms']:.1f} ms, {row['tok_s']:.0f} tok/s, "
+            f"MFU {row['mfu']:.3f}\n"
+        )
+    for batch in args.batch:
+        runs = [bench.decode(batch, args.input_len, args.output_len) for _ in range(args.repeats)]
+        row = sorted(runs, key=lambda r: r["tok_s"])[len(runs) // 2]
+        limit_s = bench.step_bytes(batch, row["context"]) / limits["read_bytes_s"]
+        row["limit_tok_s"] = batch / limit_s
+        row["share"] = row["tok_s"] / row["limit_tok_s"]
+        row["replay_ms"] = bench.bare_replay_ms(batch)
+        row["step_over_replay"] = row["ms_per_step"] / row["replay_ms"]
+        rows["decode"].append(row)
+        write(
+            f"decode batch {batch}: {row['tok_s']:.0f} tok/s ({row['ms_per_step']:.3f} ms/step), "
+            f"{row['share']:.3f} of {row['limit_tok_s']:.0f}; busy {row['busy_share']:.3f}, "
+            f"step / replay {row['step_over_replay']:.3f}\n"
+        )
+        sys.stdout.flush()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--model", help="folder of the model, or of its config.json for dummy weights"
+    )
+    parser.add_argument("--load-format", default="auto", help="as the server's flag")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--attention-backend", help="default: the device's")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--context-length", type=int, help="default: the model's")
+    parser.add_argument("--mem-fraction-static", type=float, default=None)
+    parser.add_argument("--max-total-tokens", type=int, help="size of the KV pool")
+    parser.add_argument(
+        "--chunk-size", type=int, default=8192, help="most tokens of a prefill step"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="runs of each figure; the median counts"
+    )
+    parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--small", action="store_true", help="tiny random model: a self-test")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.small:
+            from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+
+            args.model, args.load_format = str(make_tiny_checkpoint(folder)), "auto"
+            args.batch, args.prefill = [1, 4], [64]
+            args.input_len, args.output_len, args.repeats = 16, 24, 1
+            args.max_total_tokens = 2048
+        if not args.model:
+            parser.error("--model is needed (or --small)")
+        if args.attention_backend is None:
+            args.attention_backend = init_platform(args.device).default_attention_backend
+        rows = run(args)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
