@@ -279,9 +279,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
     parser.add_argument("--prefill", type=int, default=1024, help="prompt tokens of prefill")
     parser.add_argument("--steps", type=int, default=48, help="decode steps measured")
-    parser.add_argument(
-        "--cpu-weight-format", default="fp32", help="as the server's flag; fp32 is exact"
-    )
+    parser.add_argument("--cpu-weight-format", default="auto", help="as the server's flag")
     parser.add_argument("--small", action="store_true", help="tiny model, one round")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     parser.add_argument("--role", choices=["engine", "transformers"], help=argparse.SUPPRESS)

@@ -31,6 +31,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
 from sglang.srt.platforms import current_platform, init_platform
@@ -183,8 +184,8 @@ class Bench:
 
     def bare_replay_ms(self, batch: int) -> float:
         """The captured decode graph of this size alone, in a loop."""
-        graphs = self.runner.graph_runner
-        if graphs is None or batch not in graphs._graphs:
+        graphs = self.runner.decode_runner
+        if not isinstance(graphs, CudaGraphRunner) or batch not in graphs._graphs:
             return float("nan")
         graph = graphs._graphs[batch].graph
 

@@ -50,7 +50,7 @@ def test_defaults_of_the_contract() -> None:
         "hicache_io_backend": "kernel",
         "hicache_host_memory_fraction": 0.8,
         "tokenizer_metrics_custom_labels_header": "x-custom-labels",
-        "cpu_weight_format": "fp32",
+        "cpu_weight_format": "auto",
     }
     assert {name: getattr(args, name) for name in expected} == expected
     assert args.url() == "http://127.0.0.1:30000"

@@ -107,9 +107,10 @@ class ServerArgsFields:
     quantization: str | None = arg(None, "Quantisation method of the weights.")
     kv_cache_dtype: str = arg("auto", "Type of the KV cache.")
     cpu_weight_format: str = arg(
-        "fp32",
-        "How linear weights are stored on CPU; arithmetic stays float32.",
-        choices=["fp32", "bf16", "fp16", "int8"],
+        "auto",
+        "Format in which decode steps of few requests read the weights on CPU; arithmetic stays "
+        "float32. auto: the smallest that changes no value. int8 changes results.",
+        choices=["auto", "fp32", "bf16", "fp16", "int8"],
     )
     custom_weight_loader: list[str] = arg(
         [], "Dotted names of functions(model, named_tensors) usable as load_format.", nargs="*"

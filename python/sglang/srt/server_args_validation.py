@@ -350,7 +350,7 @@ def _check_model(args: ServerArgsFields) -> None:
     if args.extra_metric_labels is not None:
         parse_json_object(args.extra_metric_labels, "--extra-metric-labels")
     _require(
-        args.device == "cpu" or args.cpu_weight_format == "fp32",
+        args.device == "cpu" or args.cpu_weight_format == "auto",
         "--cpu-weight-format needs --device cpu.",
     )
 

@@ -64,7 +64,7 @@ def prompts(model_path: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(model_path: str, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """(tokens, gap between the two largest logits at each) of transformers, one prompt at a time."""
+    """transformers, one prompt at a time: (tokens, gap of the two largest logits at each)."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -280,7 +281,11 @@ def test_server_info(http: HttpFront) -> None:
 
 
 def test_loads(http: HttpFront) -> None:
-    loads = http.get("/v1/loads?include=core").json()["loads"]
+    report = http.get("/v1/loads?include=core").json()
+    # Routers parse these two strictly and drop reports of another form.
+    assert datetime.fromisoformat(report["timestamp"]).tzinfo is not None
+    assert report["dp_rank_count"] == 1
+    loads = report["loads"]
     assert loads[0]["num_running_reqs"] == 0 and "memory" not in loads[0]
     assert "memory" in http.get("/v1/loads").json()["loads"][0]
     assert http.get("/v1/loads?include=core,nope").status_code == 400

@@ -325,6 +325,7 @@ def test_loads_report():
     harness.step()
     load = harness.replies[-1].load
     assert load["num_running_reqs"] == 1 and load["num_waiting_reqs"] == 2
+    assert load["num_total_reqs"] == 3
     harness.run_until_idle()
 
 

@@ -559,6 +559,21 @@ def test_dead_engine_fails_everything_waiting(tmp_path: Path) -> None:
     run_with_front(tmp_path, body)
 
 
+def test_death_is_told_from_another_thread(tmp_path: Path) -> None:
+    """What the launcher's watchdog does: it needs to find the loop on which the front runs."""
+
+    async def body(front: Front) -> None:
+        front.scheduler.step_s = 0.01
+        running = await start(front, text="a", sampling_params=ENDLESS)
+        loop = front.manager.event_loop
+        assert loop is asyncio.get_running_loop()
+        await asyncio.to_thread(loop.call_soon_threadsafe, front.manager.mark_dead, "killed")
+        with pytest.raises(RequestError, match="killed"):
+            await running
+
+    run_with_front(tmp_path, body)
+
+
 def test_dead_engine_wakes_held_requests(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         await front.manager.pause_generation(PauseGenerationReqInput(mode="retract"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -166,10 +166,12 @@ async def loads(
     args = manager.server_args
     return json_response(
         {
-            "timestamp": time.time(),
+            # As text: routers reject the whole report for a number here.
+            "timestamp": datetime.now(UTC).isoformat(),
             "version": __version__,
             "accelerator": args.device,
             "num_accelerators": args.tp_size * args.dp_size,
+            "dp_rank_count": len(chosen),
             "loads": chosen,
         }
     )

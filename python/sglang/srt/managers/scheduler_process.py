@@ -130,8 +130,6 @@ def _ready_message(
             "context_length": model_config.context_len,
             "model_type": model_config.model_type,
             "architectures": list(model_config.architectures),
-            "model_type": model_config.model_type,
-            "architectures": list(model_config.architectures),
         },
     )
 

@@ -203,6 +203,7 @@ class SchedulerReports:
             "dp_rank": self.facts.dp_rank,
             "num_running_reqs": len(running),
             "num_waiting_reqs": len(waiting) + num_grammar,
+            "num_total_reqs": len(running) + len(waiting) + num_grammar,
             "num_waiting_uncached_tokens": waiting_tokens,
             "num_used_tokens": used,
             "num_total_tokens": used + waiting_tokens,

@@ -395,6 +395,7 @@ class TokenizerManager:
         loop = asyncio.get_running_loop()
         task = self._handle_loop
         if task is None or task.done() or task.get_loop() is not loop:
+            self.event_loop = loop
             self._handle_loop = loop.create_task(self._handle_messages())
 
     async def _handle_messages(self) -> None:
@@ -434,11 +435,17 @@ class TokenizerManager:
 
     def _note_received(self) -> None:
         self.last_receive_time = time.monotonic()
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
         event, self._received = self._received, asyncio.Event()
         event.set()
 
     async def wait_received(self, timeout_s: float) -> bool:
-        """Whether any message of the engine arrived within `timeout_s` from now."""
+        """Whether any message of the engine arrived within `timeout_s` from now.
+
+        Its death counts as news too: look at `dead_message`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._received.wait()
@@ -462,6 +469,7 @@ class TokenizerManager:
         for state in list(self.rid_to_state.values()):
             state.finish(reason, time.time())
         self.control.fail_all(message)
+        self._wake_watchers()
         self._spawn(self._wake_held())
 
     async def _wake_held(self) -> None:

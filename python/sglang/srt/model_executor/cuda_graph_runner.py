@@ -3,7 +3,7 @@
 A decode step of a small batch is launch overhead for the most part; a graph replays all its
 kernels with one call. Owns the static input tensors and the graphs. Weights are read where they
 are, so in-place weight updates stay visible; anything that rebinds a parameter breaks the graphs.
-Absent on CPU. Scheduler thread only; with several ranks capture and replay are collective.
+Absent on CPU. Scheduler thread only; with several ranks capture and `run` are collective.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -22,11 +22,8 @@ from tqdm import tqdm
 from sglang.srt.layers.attention.base import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.model_executor.decode_runner import is_plain_decode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import use_attention_backend
 
 logger = logging.getLogger(__name__)
@@ -75,7 +72,7 @@ class _Graph:
 
 
 class CudaGraphRunner:
-    """Captures at construction. `replay` runs one decode batch."""
+    """A `DecodeRunner` that captures at construction."""
 
     def __init__(
         self, runner: GraphableRunner, batch_sizes: list[int], show_progress: bool
@@ -89,26 +86,24 @@ class CudaGraphRunner:
         ).unbind(0)
         self._graphs: dict[int, _Graph] = {}
         self._size_of = self._make_size_table()
-        self.num_replays = 0
+        self.num_steps = 0
         self._capture_all(show_progress)
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether the batch is a plain decode step of a captured size."""
-        return (
-            batch.forward_mode is ForwardMode.DECODE
-            and batch.batch_size <= self.batch_sizes[-1]
-            and batch.capture_hidden_mode is CaptureHiddenMode.NULL
-            and batch.spec_info is None
-        )
+        return is_plain_decode(batch) and batch.batch_size <= self.batch_sizes[-1]
 
-    def replay(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run a decode step. The logits are valid until the next replay, in stream order."""
+    def weights_changed(self) -> None:
+        """Nothing to do: graphs read the parameters where they are."""
+
+    def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Replay a decode step. The logits are valid until the next replay, in stream order."""
         num_reqs = batch.batch_size
         size = self._size_of[num_reqs]
         self._fill_inputs(batch, num_reqs, size)
         entry = self._graphs[size]
         entry.graph.replay()
-        self.num_replays += 1
+        self.num_steps += 1
         return LogitsProcessorOutput(next_token_logits=entry.logits[:num_reqs])
 
     def _make_size_table(self) -> list[int]:
@@ -158,7 +153,7 @@ class CudaGraphRunner:
             time.perf_counter() - start,
         )
 
-    def _capture(self, size: int, pool: tuple[int, int] | None) -> _Graph:
+    def _capture(self, size: int, pool: Any) -> _Graph:
         batch = self._static_batch(size)
         stream = torch.cuda.Stream(device=self._runner.device)
         stream.wait_stream(torch.cuda.current_stream())

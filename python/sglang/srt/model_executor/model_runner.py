@@ -24,7 +24,9 @@ from sglang.srt.mem_cache.allocator import (
     create_token_to_kv_pool_allocator,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner, why_not_supported
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
+from sglang.srt.model_executor.decode_runner import DecodeRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.kv_cache_sizing import (
@@ -33,6 +35,7 @@ from sglang.srt.model_executor.kv_cache_sizing import (
     resolve_max_running_requests,
 )
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.platforms import current_platform
 
 logger = logging.getLogger(__name__)
@@ -53,7 +56,7 @@ class RunnerConfig:
     max_running_requests: int | None
     kv_cache_dtype: str  # "auto": the model's
     random_seed: int
-    cpu_weight_format: str = "fp32"
+    cpu_weight_format: str = "auto"
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None  # None: DEFAULT_GRAPH_MAX_BS
     cuda_graph_bs: list[int] | None = None  # None: a ladder up to the maximum
@@ -104,12 +107,30 @@ class ModelRunner:
             ),
         )
         self.sampler = Sampler()
-        self.graph_runner = self._make_graph_runner()
+        self.decode_runner = self._make_decode_runner()
 
-    def _make_graph_runner(self) -> CudaGraphRunner | None:
+    def _make_decode_runner(self) -> DecodeRunner | None:
+        """The shortcut for decode steps that this platform and model have, if any."""
         config = self.config
-        if not current_platform().graph_capture_supported or config.disable_cuda_graph:
-            return None
+        if current_platform().graph_capture_supported:
+            return None if config.disable_cuda_graph else self._capture_graphs()
+        reason = why_not_supported(self.model, self.tp.size)
+        if reason is None and isinstance(self.model, LlamaForCausalLM):
+            return CpuDecodeRunner(
+                self.model,
+                weight_format=config.cpu_weight_format,
+                req_to_token_pool=self.req_to_token_pool,
+                token_to_kv_pool=self.token_to_kv_pool,
+            )
+        if config.cpu_weight_format not in ("auto", "fp32"):
+            raise ValueError(
+                f"--cpu-weight-format {config.cpu_weight_format} cannot be used here: {reason}"
+            )
+        logger.info("Decode steps run module by module: %s", reason)
+        return None
+
+    def _capture_graphs(self) -> CudaGraphRunner:
+        config = self.config
         limit = min(config.cuda_graph_max_bs or DEFAULT_GRAPH_MAX_BS, self.max_running_requests)
         sizes = capture_batch_sizes(limit, config.cuda_graph_bs)
         before = current_platform().memory_info().free_bytes
@@ -186,8 +207,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the model on one batch. Collective."""
-        if self.graph_runner is not None and self.graph_runner.can_run(forward_batch):
-            return self.graph_runner.replay(forward_batch)
+        if self.decode_runner is not None and self.decode_runner.can_run(forward_batch):
+            return self.decode_runner.run(forward_batch)
         self.attn_backend.init_forward_metadata(forward_batch)
         with use_attention_backend(self.attn_backend):
             return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)

@@ -5,8 +5,6 @@ Called by `cuda_ops.py`. Rounds the activation before the product, as the refere
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def _gate_and_mul_kernel(
-    x: Any, out: Any, width: Any, row_stride: Any, GELU_TANH: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    GELU_TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,12 @@ _BLOCK = 4096
 
 @triton.jit
 def _block_argmax_kernel(
-    x: Any, best: Any, best_index: Any, width: Any, row_stride: Any, BLOCK: tl.constexpr
+    x: tl.tensor,
+    best: tl.tensor,
+    best_index: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -27,7 +30,11 @@ def _block_argmax_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _merge_argmax_kernel(
-    best: Any, best_index: Any, out: Any, num_blocks: Any, BLOCKS: tl.constexpr
+    best: tl.tensor,
+    best_index: tl.tensor,
+    out: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCKS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)

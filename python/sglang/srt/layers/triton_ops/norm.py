@@ -6,8 +6,6 @@ normalised values before the weight is applied.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -15,16 +13,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["heads"])
 def _rms_norm_kernel(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    out: Any,
-    heads: Any,
-    width: Any,
-    row_stride: Any,
-    head_stride: Any,
-    residual_stride: Any,
-    eps: Any,
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    eps: tl.tensor,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

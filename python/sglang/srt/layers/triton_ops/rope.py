@@ -7,7 +7,6 @@ rotated keys and the values at the tokens' slots, which saves two launches and a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -27,22 +26,22 @@ class KVDestination:
 
 @triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
 def _rope_kernel(
-    q: Any,
-    k: Any,
-    v: Any,
-    positions: Any,
-    cos_sin: Any,
-    slots: Any,
-    key_buffer: Any,
-    value_buffer: Any,
-    num_heads: Any,
-    num_kv_heads: Any,
-    q_stride: Any,
-    k_stride: Any,
-    v_stride: Any,
-    table_stride: Any,
-    key_stride: Any,
-    value_stride: Any,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    slots: tl.tensor,
+    key_buffer: tl.tensor,
+    value_buffer: tl.tensor,
+    num_heads: tl.tensor,
+    num_kv_heads: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    table_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,

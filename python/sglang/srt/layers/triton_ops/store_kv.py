@@ -5,8 +5,6 @@ Called by the `triton` attention backend where the rotation did not write them a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,16 +12,16 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["width"])
 def _store_kv_kernel(
-    k: Any,
-    v: Any,
-    slots: Any,
-    key_buffer: Any,
-    value_buffer: Any,
-    width: Any,
-    k_stride: Any,
-    v_stride: Any,
-    key_stride: Any,
-    value_stride: Any,
+    k: tl.tensor,
+    v: tl.tensor,
+    slots: tl.tensor,
+    key_buffer: tl.tensor,
+    value_buffer: tl.tensor,
+    width: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)

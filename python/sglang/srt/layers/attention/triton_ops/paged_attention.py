@@ -22,7 +22,7 @@ MAX_BATCH_SIZE = 4096
 # Fewer keys than this are not worth a program of their own.
 MIN_KEYS_PER_SHARE = 128
 # Elements of the shares' outputs that a merging program holds at once.
-_MERGE_ELEMENTS = 8192
+_MERGE_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +157,9 @@ def paged_attention(
     shared = config.share_target > 0
     num_items = row_blocks + config.share_target - 1 if shared else row_blocks
     # With one token a request the rest of the smallest tile is padding, not worth merging.
-    merge_rows = config.block_m
-    if inputs.query_lens is None:
-        merge_rows = min(merge_rows, triton.next_power_of_2(group))
+    merge_rows = min(MIN_ROWS, triton.next_power_of_2(group))
+    if inputs.query_lens is not None:
+        merge_rows = MIN_ROWS
     partial_out, partial_lse, arrivals = workspace.reserve(
         num_items * num_kv_heads if shared else 0, config.block_m, block_d
     )
@@ -200,6 +200,7 @@ def paged_attention(
         MERGE_ROWS=merge_rows,
         MERGE_SHARES=max(1, _MERGE_ELEMENTS // (merge_rows * block_d)),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        MASKED_STAGES=config.num_stages if inputs.window else 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -14,8 +14,6 @@ Called by `paged_attention.py`, which documents the arguments and checks them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -24,30 +22,31 @@ NO_VALUE = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _attend(
-    query: Any,
-    acc: Any,
-    row_max: Any,
-    row_sum: Any,
-    key_pos: Any,
-    end: Any,
-    query_pos: Any,
-    prefix_len: Any,
-    seq_len: Any,
-    mask_rows: Any,
-    table_row: Any,
-    key_base: Any,
-    value_base: Any,
-    key_stride: Any,
-    value_stride: Any,
-    scale_log2: Any,
+    query: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
+    key_pos: tl.tensor,
+    end: tl.tensor,
+    query_pos: tl.tensor,
+    prefix_len: tl.tensor,
+    seq_len: tl.tensor,
+    tree_mask: tl.tensor,
+    mask_lines: tl.tensor,
+    table_row: tl.tensor,
+    key_base: tl.tensor,
+    value_base: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    scale_log2: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> Any:
-    """One block of keys. `mask_rows` point at each row's line of the tree mask."""
+) -> tl.tensor:
+    """One block of keys. Lines of the request's tree mask start at `tree_mask + mask_lines`."""
     feature = tl.arange(0, BLOCK_D)
     if MASKED:
         slots = tl.load(table_row + key_pos, mask=key_pos < end, other=0).to(tl.int64)
@@ -71,7 +70,8 @@ def _attend(
         visible = (key_pos < end)[None, :]
         if TREE:
             is_new = (key_pos >= prefix_len) & (key_pos < seq_len)
-            seen = tl.load(mask_rows[:, None] + key_pos[None, :], mask=is_new[None, :], other=1)
+            bits = tree_mask + (mask_lines[:, None] + key_pos[None, :])
+            seen = tl.load(bits, mask=is_new[None, :], other=1)
             visible = visible & (seen != 0)
         else:
             visible = visible & (key_pos[None, :] <= query_pos[:, None])
@@ -94,19 +94,19 @@ def _attend(
 
 @triton.jit
 def _merge(
-    partial_out: Any,
-    partial_lse: Any,
-    first_item: Any,
-    num_shares: Any,
-    head: Any,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    first_item: tl.tensor,
+    num_shares: tl.tensor,
+    head: tl.tensor,
+    rows: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_SHARES: tl.constexpr,
-) -> Any:
-    """Weighted mean of the shares' outputs: float32 [MERGE_ROWS, BLOCK_D]."""
-    rows = tl.arange(0, MERGE_ROWS)
+) -> tl.tensor:
+    """Weighted mean of the shares' outputs for some rows: float32 [MERGE_ROWS, BLOCK_D]."""
     feature = tl.arange(0, BLOCK_D)
     acc = tl.zeros((MERGE_ROWS, BLOCK_D), tl.float32)
     total_max = tl.full((MERGE_ROWS,), NO_VALUE, tl.float32)
@@ -117,15 +117,10 @@ def _merge(
         line = block[:, None] * BLOCK_M + rows[None, :]
         live = (share < num_shares)[:, None]
         # Other programs wrote these: read past the first-level cache.
-        lse = tl.load(
-            partial_lse + line,
-            mask=live & (rows < MERGE_ROWS)[None, :],
-            other=NO_VALUE,
-            cache_modifier=".cg",
-        )
+        lse = tl.load(partial_lse + line, mask=live, other=NO_VALUE, cache_modifier=".cg")
         out = tl.load(
             partial_out + line[:, :, None] * BLOCK_D + feature[None, None, :],
-            mask=live[:, :, None] & (rows < MERGE_ROWS)[None, :, None],
+            mask=live[:, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
@@ -142,28 +137,28 @@ def _merge(
 @triton.jit(
     do_not_specialize=["batch_size", "share_target", "min_share", "table_stride"],
 )
-def paged_attention_kernel(
-    queries: Any,
-    out: Any,
-    key_buffer: Any,
-    value_buffer: Any,
-    table: Any,
-    table_rows: Any,
-    seq_lens: Any,
-    query_lens: Any,
-    tree_mask: Any,
-    partial_out: Any,
-    partial_lse: Any,
-    arrivals: Any,
-    batch_size: Any,
-    share_target: Any,
-    min_share: Any,
-    table_stride: Any,
-    query_stride: Any,
-    out_stride: Any,
-    key_stride: Any,
-    value_stride: Any,
-    scale_log2: Any,
+def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
+    queries: tl.tensor,
+    out: tl.tensor,
+    key_buffer: tl.tensor,
+    value_buffer: tl.tensor,
+    table: tl.tensor,
+    table_rows: tl.tensor,
+    seq_lens: tl.tensor,
+    query_lens: tl.tensor,
+    tree_mask: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    arrivals: tl.tensor,
+    batch_size: tl.tensor,
+    share_target: tl.tensor,
+    min_share: tl.tensor,
+    table_stride: tl.tensor,
+    query_stride: tl.tensor,
+    out_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    scale_log2: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -178,6 +173,7 @@ def paged_attention_kernel(
     MERGE_ROWS: tl.constexpr,
     MERGE_SHARES: tl.constexpr,
     PRECISION: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ) -> None:
     """Grid: (NUM_KV_HEADS, upper bound of the number of work items)."""
     head = tl.program_id(0)
@@ -240,13 +236,13 @@ def paged_attention_kernel(
     low = 0
     high = tl.maximum(prefix_len + last_token + 1, 0)
     plain_end = prefix_len + first_token + 1
-    mask_rows = tree_mask + token
+    mask_lines = token
     if TREE:
         high = seq_len
         plain_end = prefix_len
         lines = all_queries.to(tl.int64) * all_seqs
-        mask_rows = tree_mask + tl.sum(tl.where(before, lines, 0), 0) + token.to(tl.int64) * seq_len
-        mask_rows = tl.where(row_live, mask_rows, tree_mask)
+        tree_mask += tl.sum(tl.where(before, lines, 0), 0)
+        mask_lines = tl.where(row_live, token * seq_len, 0)
     if WINDOW > 0:
         low = tl.maximum(prefix_len + first_token - WINDOW + 1, 0)
         plain_end = 0
@@ -270,13 +266,16 @@ def paged_attention_kernel(
     for position in tl.range(start, plain_end, BLOCK_N):
         acc, row_max, row_sum = _attend(
             query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
-            mask_rows, table_row, key_base, value_base, key_stride, value_stride, scale_log2,
+            tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
+            scale_log2,
             HEAD_DIM, BLOCK_D, WINDOW, TREE, False, PRECISION,
         )  # fmt: skip
-    for position in tl.range(plain_end, end, BLOCK_N):
+    # Without a window this is a block or two: not worth the registers of a pipeline.
+    for position in tl.range(plain_end, end, BLOCK_N, num_stages=MASKED_STAGES):
         acc, row_max, row_sum = _attend(
             query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
-            mask_rows, table_row, key_base, value_base, key_stride, value_stride, scale_log2,
+            tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
+            scale_log2,
             HEAD_DIM, BLOCK_D, WINDOW, TREE, True, PRECISION,
         )  # fmt: skip
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -289,9 +288,7 @@ def paged_attention_kernel(
     else:
         line = (item.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(
-            partial_out + line[:, None] * BLOCK_D + feature[None, :],
-            acc,
-            mask=(tl.arange(0, BLOCK_M) < MERGE_ROWS)[:, None] & (feature < BLOCK_D)[None, :],
+            partial_out + line[:, None] * BLOCK_D + feature[None, :], acc, mask=row_live[:, None]
         )
         tl.store(partial_lse + line, row_max + tl.log2(row_sum))
         # All threads' stores come before the count, and the count before the others' loads.
@@ -301,16 +298,18 @@ def paged_attention_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
             tl.debug_barrier()
             tl.store(counter, 0)
-            merged = _merge(
-                partial_out, partial_lse, first_item, num_shares, head,
-                NUM_KV_HEADS, BLOCK_M, BLOCK_D, MERGE_ROWS, MERGE_SHARES,
-            )  # fmt: skip
-            merge_rows = row_block * BLOCK_M + tl.arange(0, MERGE_ROWS)
-            merge_token = merge_rows // GROUP
-            merge_offset = (head * GROUP + merge_rows % GROUP) * HEAD_DIM
-            merge_ptrs = out + (query_start + merge_token) * out_stride + merge_offset
-            tl.store(
-                merge_ptrs[:, None] + feature[None, :],
-                merged.to(out.dtype.element_ty),
-                mask=(merge_token < num_queries)[:, None] & (feature < HEAD_DIM)[None, :],
-            )
+            num_rows = tl.minimum(num_queries * GROUP - row_block * BLOCK_M, BLOCK_M)
+            for first_row in tl.range(0, num_rows, MERGE_ROWS):
+                merge_rows = first_row + tl.arange(0, MERGE_ROWS)
+                merged = _merge(
+                    partial_out, partial_lse, first_item, num_shares, head, merge_rows,
+                    NUM_KV_HEADS, BLOCK_M, BLOCK_D, MERGE_ROWS, MERGE_SHARES,
+                )  # fmt: skip
+                packed = row_block * BLOCK_M + merge_rows
+                merge_offset = (head * GROUP + packed % GROUP) * HEAD_DIM
+                merge_ptrs = out + (query_start + packed // GROUP) * out_stride + merge_offset
+                tl.store(
+                    merge_ptrs[:, None] + feature[None, :],
+                    merged.to(out.dtype.element_ty),
+                    mask=(merge_rows < num_rows)[:, None] & (feature < HEAD_DIM)[None, :],
+                )

@@ -1,0 +1,383 @@
+"""The `triton` backend against the reference in float32.
+
+Without a GPU the kernels run in Triton's interpreter, on tiny shapes, and are compiled for Hopper
+once; with one (mark `cuda`) they run there on real shapes too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
+from sglang.srt.layers.attention.registry import create_attention_backend
+from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+LAYER_ID = 1
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+
+# Relative error of the whole output, by the coarsest type on the way.
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+    # The reference rounds keys and values to it as well; what is left is bfloat16.
+    torch.float8_e4m3fn: 1e-2,
+}
+
+
+@dataclass
+class TreeInput:
+    """The part of a verify input that attention reads."""
+
+    custom_mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case."""
+
+    prefix_lens: list[int]
+    new_lens: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    window: int | None = None
+    tree: bool = False
+    mode: ForwardMode = EXTEND
+    seq_lens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        total = [p + n for p, n in zip(self.prefix_lens, self.new_lens)]
+        object.__setattr__(self, "seq_lens", total)
+
+
+class Case:
+    """A batch whose keys and values lie at random slots of a pool full of NaN."""
+
+    def __init__(self, shape: Shape, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        rng = random.Random(seed)
+        self.shape = shape
+        num_slots = sum(shape.seq_lens) + 8
+        slots = list(range(1, num_slots))
+        rng.shuffle(slots)
+        num_rows = len(shape.seq_lens) + 2
+        self.rows = rng.sample(range(num_rows), len(shape.seq_lens))
+        self.table = ReqToTokenPool(num_rows, max(shape.seq_lens, default=0) + 3, DEVICE)
+        # Cells behind a request's end hold what an earlier request left there.
+        self.table.req_to_token.fill_(slots.pop())
+        self.pool = self._pool(num_slots, shape.kv_dtype or shape.dtype)
+        self.reference_pool = self._pool(num_slots, torch.float32)
+        for pool in (self.pool, self.reference_pool):
+            pool.k_data.fill_(float("nan"))
+            pool.v_data.fill_(float("nan"))
+        # The reference pads with the dummy slot.
+        self.reference_pool.k_data[:, 0] = self.reference_pool.v_data[:, 0] = 0.0
+        k, v, locations = self._fill(slots)
+        self.k, self.v, self.out_cache_loc = k, v, locations
+        num_tokens = sum(shape.new_lens)
+        # Queries as they come: rows of the fused qkv product.
+        fused = torch.randn(num_tokens, 2 * shape.heads * shape.head_dim, device=DEVICE)
+        self.q = fused.to(shape.dtype)[:, : shape.heads * shape.head_dim]
+        self.mask = self._tree_mask() if shape.tree else None
+
+    def _pool(self, num_slots: int, dtype: torch.dtype) -> MHATokenToKVPool:
+        shape = self.shape
+        layers = LAYER_ID + 1
+        return MHATokenToKVPool(num_slots, 1, dtype, shape.kv_heads, shape.head_dim, layers, DEVICE)
+
+    def _fill(self, slots: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape, layer = self.shape, self.layer()
+        new_k, new_v, new_slots = [], [], []
+        for row, prefix_len, seq_len in zip(self.rows, shape.prefix_lens, shape.seq_lens):
+            own = torch.tensor([slots.pop() for _ in range(seq_len)], dtype=torch.int64)
+            self.table.write(row, 0, own)
+            own = own.to(DEVICE)
+            kv = torch.randn(2, seq_len, shape.kv_heads, shape.head_dim, device=DEVICE)
+            k, v = kv.to(shape.dtype).to(self.pool.dtype)
+            self.pool.set_kv_buffer(layer, own[:prefix_len], k[:prefix_len], v[:prefix_len])
+            self.reference_pool.set_kv_buffer(
+                layer, own[:prefix_len], k[:prefix_len], v[:prefix_len]
+            )
+            new_k.append(k[prefix_len:])
+            new_v.append(v[prefix_len:])
+            new_slots.append(own[prefix_len:])
+        return torch.cat(new_k), torch.cat(new_v), torch.cat(new_slots)
+
+    def _tree_mask(self) -> torch.Tensor:
+        """The whole prefix; of the new tokens the first, the row's own and a random half."""
+        parts = []
+        for prefix_len, new_len in zip(self.shape.prefix_lens, self.shape.new_lens):
+            tree = torch.rand(new_len, new_len) < 0.5
+            tree[:, 0] = True
+            tree |= torch.eye(new_len, dtype=torch.bool)
+            prefix = torch.ones(new_len, prefix_len, dtype=torch.bool)
+            parts.append(torch.cat((prefix, tree), 1).flatten())
+        return torch.cat(parts).to(DEVICE)
+
+    def layer(self) -> RadixAttention:
+        shape = self.shape
+        return RadixAttention(
+            shape.heads, shape.head_dim, 0.3, shape.kv_heads, LAYER_ID, shape.window
+        )
+
+    def batch(self, pool: MHATokenToKVPool) -> ForwardBatch:
+        shape = self.shape
+        positions = [p for a, b in zip(shape.prefix_lens, shape.seq_lens) for p in range(a, b)]
+
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+        batch = ForwardBatch(
+            forward_mode=shape.mode,
+            batch_size=len(self.rows),
+            input_ids=tensor([0] * len(positions)),
+            positions=tensor(positions),
+            req_pool_indices=tensor(self.rows),
+            seq_lens=tensor(shape.seq_lens),
+            seq_lens_cpu=shape.seq_lens,
+            out_cache_loc=self.out_cache_loc,
+            req_to_token_pool=self.table,
+            token_to_kv_pool=pool,
+            spec_info=TreeInput(self.mask),
+        )
+        if shape.mode is not DECODE:
+            batch.extend_seq_lens = tensor(shape.new_lens)
+            batch.extend_prefix_lens = tensor(shape.prefix_lens)
+            batch.extend_seq_lens_cpu = shape.new_lens
+            batch.extend_prefix_lens_cpu = shape.prefix_lens
+        return batch
+
+    def facts(self, dtype: torch.dtype) -> RunnerFacts:
+        return RunnerFacts(
+            device=DEVICE,
+            dtype=dtype,
+            num_heads=self.shape.heads,
+            num_kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            page_size=1,
+            max_context_len=self.table.max_context_len,
+            max_running_requests=len(self.rows),
+        )
+
+    def run(self, backend: AttentionBackend) -> torch.Tensor:
+        batch = self.batch(self.pool)
+        backend.init_forward_metadata(batch)
+        return backend.forward(self.q, self.k, self.v, self.layer(), batch)
+
+    def expected(self) -> torch.Tensor:
+        batch = self.batch(self.reference_pool)
+        backend = create_attention_backend("torch_reference", self.facts(torch.float32))
+        backend.init_forward_metadata(batch)
+        k, v = self.k.float(), self.v.float()
+        return backend.forward(self.q.float(), k, v, self.layer(), batch)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    return float((got.float() - expected).norm() / expected.norm())
+
+
+def check(shape: Shape) -> None:
+    case = Case(shape)
+    backend = create_attention_backend("triton", case.facts(shape.dtype))
+    # Twice: the second run finds the scratch memory as the first left it.
+    for _ in range(2):
+        error = relative_error(case.run(backend), case.expected())
+        assert error < TOLERANCE[shape.kv_dtype or shape.dtype], error
+
+
+TINY = {
+    "extend": Shape([0, 17, 3, 0], [9, 1, 12, 1]),
+    "extend-window": Shape([0, 70, 3], [9, 1, 12], window=5),
+    "extend-odd-group": Shape([5, 40], [7, 3], heads=6, kv_heads=2),
+    "extend-one-group": Shape([5], [7], heads=7, kv_heads=1, head_dim=24),
+    "decode": Shape([1, 40, 8, 0, 70], [1] * 5, mode=DECODE),
+    "decode-half": Shape([1, 40, 70], [1] * 3, mode=DECODE, dtype=torch.float16),
+    "decode-window": Shape([1, 40, 90], [1] * 3, mode=DECODE, window=7),
+    "decode-mha": Shape([70, 4], [1, 1], heads=3, kv_heads=3, head_dim=10, mode=DECODE),
+    "decode-many-heads": Shape([33], [1], heads=20, kv_heads=1, mode=DECODE),
+    "verify-tree": Shape([6, 50], [5, 5], tree=True, mode=VERIFY),
+    "verify-tree-window": Shape([6, 50], [5, 5], tree=True, window=9, mode=VERIFY),
+    "verify-uneven": Shape([0, 40], [3, 9], tree=True, mode=VERIFY),
+    "verify-causal": Shape([6, 50], [4, 4], mode=VERIFY),
+    "draft": Shape([20, 3, 0], [2, 4, 1], mode=DRAFT),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_batches_equal_the_reference(name: str) -> None:
+    check(TINY[name])
+
+
+@pytest.mark.parametrize("share_target", [0, 1, 5, 40])
+@pytest.mark.parametrize("name", ["decode", "verify-tree", "extend-window"])
+def test_sharing_the_keys_changes_nothing(
+    name: str, share_target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(inputs: launcher.PagedAttentionInputs) -> launcher.LaunchConfig:
+        return launcher.LaunchConfig(
+            block_m=16, block_n=16, num_warps=4, num_stages=2, share_target=share_target
+        )
+
+    monkeypatch.setattr(launcher, "choose_config", choose)
+    monkeypatch.setattr(launcher, "MIN_KEYS_PER_SHARE", 16)
+    check(TINY[name])
+
+
+def test_padding_rows_of_length_zero_get_zeros() -> None:
+    case = Case(Shape([1, 40, 8], [1] * 3, mode=DECODE))
+    batch = case.batch(case.pool)
+    batch.seq_lens[1] = 0
+    backend = create_attention_backend("triton", case.facts(torch.float32))
+    got = backend.forward(case.q, case.k, case.v, case.layer(), batch)
+    expected = case.expected()
+    assert not got[1].any()
+    assert relative_error(got[[0, 2]], expected[[0, 2]]) < 1e-5
+
+
+def test_empty_batch() -> None:
+    case = Case(Shape([3], [1], mode=DECODE))
+    batch = replace(case.batch(case.pool), out_cache_loc=case.out_cache_loc[:0])
+    batch.forward_mode = ForwardMode.IDLE
+    batch.seq_lens, batch.req_pool_indices = batch.seq_lens[:0], batch.req_pool_indices[:0]
+    backend = create_attention_backend("triton", case.facts(torch.float32))
+    out = backend.forward(case.q[:0], case.k[:0], case.v[:0], case.layer(), batch)
+    assert out.shape == (0, case.q.shape[1])
+
+
+def test_new_keys_are_written_to_their_slots_only() -> None:
+    case = Case(Shape([4], [3]))
+    before = case.pool.k_buffer[LAYER_ID].clone()
+    case.run(create_attention_backend("triton", case.facts(torch.float32)))
+    after = case.pool.k_buffer[LAYER_ID]
+    same = (before == after) | (before.isnan() & after.isnan())
+    changed = (~same).flatten(1).any(1).nonzero().flatten().tolist()
+    assert sorted(changed) == sorted(case.out_cache_loc.tolist())
+    assert torch.equal(after[case.out_cache_loc], case.k)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    case = Case(Shape([3], [1], mode=DECODE))
+    batch = case.batch(case.pool)
+    backend = create_attention_backend("triton", case.facts(torch.float32))
+    layer = RadixAttention(4, 8, 0.3, 2, LAYER_ID)
+    with pytest.raises(ValueError, match="do not fit"):
+        backend.forward(case.q[:, :32], None, None, layer, batch)
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_attention_kernel
+
+pointers = dict(
+    queries="*bf16", out="*bf16", key_buffer="*bf16", value_buffer="*bf16", table="*i32",
+    table_rows="*i64", seq_lens="*i64", query_lens="*i64", tree_mask="*u8", partial_out="*fp32",
+    partial_lse="*fp32", arrivals="*i32", scale_log2="fp32",
+)
+sizes = dict(
+    NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
+    WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, MERGE_ROWS=4, MERGE_SHARES=16,
+    PRECISION="tf32", MASKED_STAGES=1,
+)
+names = paged_attention_kernel.arg_names
+signature = {
+    name: "constexpr" if name in sizes else pointers.get(name, "i32") for name in names
+}
+strides = ("query_stride", "out_stride", "key_stride", "value_stride")
+aligned = {
+    (i,): [["tt.divisibility", 16]]
+    for i, name in enumerate(names)
+    if pointers.get(name, "").startswith("*") or name in strides
+}
+source = ASTSource(paged_attention_kernel, signature, sizes, aligned)
+compiled = triton.compile(
+    source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3}
+)
+assert compiled.asm["cubin"][:4] == b"\\x7fELF"
+ptx = compiled.asm["ptx"]
+assert "mma.sync" in ptx and "cp.async" in ptx, "no matrix unit or no asynchronous loads"
+assert compiled.metadata.shared <= 227 * 1024
+"""
+
+
+def test_decode_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[4]
+    environment = dict(os.environ, PYTHONPATH=str(root / "python"), TRITON_CACHE_DIR=str(tmp_path))
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+LARGE = {
+    "decode-1x32k": Shape([32767], [1], 32, 8, 128, BF16, mode=DECODE),
+    "decode-64-mixed": Shape(
+        [(i * 977) % 4000 for i in range(64)], [1] * 64, 32, 8, 128, BF16, mode=DECODE
+    ),
+    "decode-300": Shape([i % 77 for i in range(300)], [1] * 300, 9, 3, 64, FP16, mode=DECODE),
+    "decode-fp8": Shape([5000, 3], [1, 1], 32, 8, 128, BF16, FP8, mode=DECODE),
+    "decode-fp32": Shape([900, 3], [1, 1], 8, 8, 96, torch.float32, mode=DECODE),
+    "decode-256": Shape([5000, 100], [1, 1], 8, 1, 256, BF16, mode=DECODE, window=512),
+    "decode-80": Shape([700, 100], [1, 1], 8, 8, 80, BF16, mode=DECODE),
+    "extend-4k": Shape([0], [4096], 32, 8, 128, BF16),
+    "extend-mixed": Shape([0, 3000, 17, 900], [1000, 300, 1, 129], 32, 8, 128, BF16),
+    "extend-32k": Shape([31744], [1024], 32, 8, 128, BF16),
+    "extend-window": Shape([0, 3000], [1000, 300], 16, 8, 96, FP16, window=256),
+    "extend-odd": Shape([100, 0], [500, 333], 14, 2, 64, BF16),
+    "extend-256": Shape([1000], [600], 8, 4, 256, BF16),
+    "extend-fp8": Shape([1000, 0], [600, 20], 32, 8, 128, BF16, FP8),
+    "verify-1x32k": Shape([32000], [16], 32, 8, 128, BF16, tree=True, mode=VERIFY),
+    "verify-8": Shape(
+        [999 * i for i in range(8)], [8] * 8, 32, 8, 128, BF16, tree=True, mode=VERIFY
+    ),
+    "verify-60": Shape([3000, 10], [60, 60], 32, 8, 128, FP16, tree=True, mode=VERIFY),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", LARGE)
+def test_large_batches_equal_the_reference(name: str) -> None:
+    check(LARGE[name])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+def test_captured_decode_follows_new_lengths() -> None:
+    case = Case(LARGE["decode-64-mixed"])
+    backend = create_attention_backend("triton", case.facts(BF16))
+    batch, layer = case.batch(case.pool), case.layer()
+    final = batch.seq_lens.clone()
+    batch.seq_lens.fill_(1)
+    backend.forward(case.q, case.k, case.v, layer, batch)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.forward(case.q, case.k, case.v, layer, batch)
+    batch.seq_lens.copy_(final)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(out, case.expected()) < 1e-2

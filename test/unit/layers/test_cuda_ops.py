@@ -1,0 +1,138 @@
+"""`CudaOps` and the other elementwise kernels against the torch set.
+
+Without a GPU in Triton's interpreter (float32 and float16, tiny); with one in bfloat16 too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from sglang.srt.layers.dispatch import TorchOps, select_ops
+from sglang.srt.layers.triton_ops.argmax import argmax_rows
+from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
+from sglang.srt.layers.triton_ops.rope import KVDestination
+from sglang.srt.layers.triton_ops.store_kv import store_kv
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
+OURS, TORCH = CudaOps(), TorchOps()
+DTYPES = [torch.float16, torch.bfloat16] if HAS_CUDA else [torch.float32, torch.float16]
+# (tokens, width): widths that are no power of two too.
+SHAPES = [(1, 4096), (700, 4096), (33, 576), (64, 14336)] if HAS_CUDA else [(3, 24), (1, 64)]
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    # Both round at the same places; what differs is the order of sums: a last digit, seldom.
+    assert got.dtype == expected.dtype
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(got, expected, rtol=2 * eps, atol=2 * eps)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def test_half_precision_on_cuda_selects_this_set() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        assert isinstance(select_ops(torch.device("cuda"), dtype), CudaOps)
+    assert isinstance(select_ops(torch.device("cuda"), torch.float32), TorchOps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype)
+    weight = randn(shape[1], dtype=dtype)
+    before = x.clone()
+    close(OURS.rms_norm(x, weight, 1e-5), TORCH.rms_norm(x, weight, 1e-5))
+    expected, stream = TORCH.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    got, ours = OURS.add_rms_norm(x, residual, weight, 1e-5)
+    close(got, expected)
+    assert torch.equal(ours, stream)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_of_heads_within_a_fused_product(dtype: torch.dtype) -> None:
+    fused, weight = randn(5, 60, dtype=dtype), randn(10, dtype=dtype)
+    heads = fused[:, 20:50].unflatten(-1, (-1, 10))
+    close(OURS.rms_norm(heads, weight, 1e-6), TORCH.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_activations(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = randn(*shape, dtype=dtype) * 3
+    close(OURS.silu_and_mul(x), TORCH.silu_and_mul(x))
+    got, expected = OURS.gelu_tanh_and_mul(x), TORCH.gelu_tanh_and_mul(x)
+    error = (got.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary_dim", [12, 8])
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (1, 1)])
+def test_rope_and_store(heads: tuple[int, int], rotary_dim: int, dtype: torch.dtype) -> None:
+    head_dim, num_tokens = 12, 5
+    sizes = [heads[0] * head_dim, heads[1] * head_dim, heads[1] * head_dim]
+    fused = randn(num_tokens, sum(sizes), dtype=dtype)
+    table = torch.randn(40, rotary_dim, device=DEVICE)
+    positions = torch.randint(0, 40, (num_tokens,), device=DEVICE)
+    q, k, v = fused.clone().split(sizes, dim=-1)
+    expected = TORCH.apply_rope(q, k, positions, table, head_dim)
+
+    q, k, _ = fused.clone().split(sizes, dim=-1)
+    for got, wanted in zip(OURS.apply_rope(q, k, positions, table, head_dim), expected):
+        close(got, wanted)
+
+    slots = torch.tensor([7, 3, 9, 1, 5], device=DEVICE)
+    buffers = torch.full((2, 11, heads[1], head_dim), float("nan"), device=DEVICE).to(dtype)
+    q, k, v = fused.clone().split(sizes, dim=-1)
+    destination = KVDestination(slots=slots, key_buffer=buffers[0], value_buffer=buffers[1])
+    pair = OURS.rope_and_store(q, k, v, positions, table, head_dim, destination)
+    for got, wanted in zip(pair, expected):
+        close(got, wanted)
+    assert torch.equal(buffers[0, slots].flatten(1), pair[1])
+    assert torch.equal(buffers[1, slots].flatten(1), v)
+    untouched = [slot for slot in range(11) if slot not in slots.tolist()]
+    assert buffers[:, untouched].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv(dtype: torch.dtype) -> None:
+    fused = randn(4, 3 * 24, dtype=dtype)
+    k, v = (part.unflatten(-1, (-1, 8)) for part in fused[:, 24:].split(24, dim=-1))
+    slots = torch.tensor([6, 2, 5, 3], device=DEVICE)
+    buffers = torch.full((2, 8, 3, 8), float("nan"), device=DEVICE).to(dtype)
+    store_kv(k, v, slots, buffers[0], buffers[1])
+    assert torch.equal(buffers[0, slots], k)
+    assert torch.equal(buffers[1, slots], v)
+    assert buffers[:, [0, 1, 4, 7]].isnan().all()
+
+
+@pytest.mark.parametrize("width", [5, 4096, 9001])
+def test_argmax_takes_the_first_of_equals(width: int) -> None:
+    x = torch.randn(3, 2 * width, device=DEVICE)[:, :width]
+    x[1] = 0.25
+    x[2, width // 2] = x[2, width - 1] = 9.0
+    got = argmax_rows(x)
+    assert got.dtype == torch.int64
+    assert got.tolist() == x.argmax(-1).tolist()
+    assert got.tolist()[1:] == [0, width // 2]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+def test_values_beyond_fp8_saturate() -> None:
+    k = torch.tensor([[[1e4, -1e4] * 8]], dtype=torch.bfloat16, device=DEVICE)
+    buffers = torch.zeros(2, 2, 1, 16, device=DEVICE).to(torch.float8_e4m3fn)
+    store_kv(k, k, torch.tensor([1], device=DEVICE), buffers[0], buffers[1])
+    assert buffers[0, 1].float().abs().unique().tolist() == [448.0]
