@@ -47,65 +47,99 @@ class BatchResultProcessor:
         self.streamer = streamer
         self.decode_tail = decode_tail
         self.num_generated_tokens = 0
+        self.num_released = 0  # requests that ended, ever
 
     def process(self, batch: ScheduleBatch, result: GenerationBatchResult, now: float) -> None:
         """Apply one step. Waits for the step's copies to the host."""
         tokens = result.resolve()
-        is_prefill = batch.forward_mode is ForwardMode.EXTEND
-        logprobs = _OutputLogprobs(batch, result.logits_output)
+        logprobs = _OutputLogprobs(result.logits_output) if batch.traits.wants_logprobs else None
+        if batch.forward_mode is ForwardMode.EXTEND:
+            self._process_prefill(batch, result.logits_output, tokens, logprobs, now)
+        else:
+            self._process_decode(batch, result.logits_output, tokens, logprobs)
+
+    def _process_prefill(
+        self,
+        batch: ScheduleBatch,
+        logits: LogitsProcessorOutput,
+        tokens: ResolvedTokens,
+        logprobs: _OutputLogprobs | None,
+        now: float,
+    ) -> None:
         for index, (req, new_ids) in enumerate(zip(batch.reqs, _per_request(batch, tokens))):
+            # A request may have ended (been aborted) while this step was on the device.
             if req.finished:
-                # Ended (aborted, or by the step before) while this step was on the device.
                 continue
-            if is_prefill:
-                self._collect_input_logprobs(req, index, result.logits_output)
-                if req.return_hidden_states:
-                    self._collect_hidden(req, batch, index, result.logits_output)
-                if batch.chunked[index]:
-                    continue
-                self._end_of_prefill(req, now)
-            elif req.return_hidden_states:
-                self._collect_hidden(req, batch, index, result.logits_output)
-            req.num_pending_tokens -= 1
-            nan = 0 if tokens.nan_rows is not None and tokens.nan_rows[index] else None
-            num_kept = self._append(req, new_ids, nan)
-            if num_kept and req.logprobs is not None:
-                logprobs.add_to(req, index, num_kept)
-            req.kv_committed_len = req.seq_len - (1 if req.output_ids else 0)
-            if req.finished:
-                self.release_finished(req)
+            self._collect_input_logprobs(req, index, logits)
+            if req.return_hidden_states:
+                self._collect_hidden(req, batch, index, logits)
+            if batch.chunked[index]:
                 continue
-            if is_prefill:
+            self._end_of_prefill(req, now)
+            self._advance(req, index, new_ids, tokens, logprobs)
+            if not req.finished:
                 self.tree_cache.cache_unfinished_req(req)
-            self.streamer.add(req)
+                self.streamer.add(req)
+
+    def _process_decode(
+        self,
+        batch: ScheduleBatch,
+        logits: LogitsProcessorOutput,
+        tokens: ResolvedTokens,
+        logprobs: _OutputLogprobs | None,
+    ) -> None:
+        for index, (req, new_ids) in enumerate(zip(batch.reqs, _per_request(batch, tokens))):
+            if req.finish_reason is not None:
+                continue
+            if req.return_hidden_states:
+                self._collect_hidden(req, batch, index, logits)
+            req.kv_committed_len += self._advance(req, index, new_ids, tokens, logprobs)
+            if req.stream and req.finish_reason is None:
+                self.streamer.add(req)
 
     # -- tokens ---------------------------------------------------------------------------------
 
-    def _append(self, req: Req, new_ids: list[int], nan: int | None) -> int:
-        """Append accepted tokens up to the request's end; returns how many stay."""
-        req.output_ids.extend(new_ids)
-        if not self._needs_check(req, new_ids, nan):
-            self.num_generated_tokens += len(new_ids)
-            return len(new_ids)
-        result = check_finish(
-            req, len(new_ids), self.decode_tail, self._verdicts(req, new_ids, nan)
+    def _advance(
+        self,
+        req: Req,
+        index: int,
+        new_ids: list[int],
+        tokens: ResolvedTokens,
+        logprobs: _OutputLogprobs | None,
+    ) -> int:
+        """Append accepted tokens up to the request's end, which releases it; how many stay."""
+        req.num_pending_tokens -= 1
+        output_ids = req.output_ids
+        output_ids.extend(new_ids)
+        num_kept = len(new_ids)
+        # True whenever `check_finish` could end the request, and rarely otherwise.
+        may_end = (
+            req.always_check_finish
+            or len(output_ids) >= req.max_new_tokens
+            or tokens.nan_rows is not None
+            or not req.end_token_ids.isdisjoint(new_ids)
         )
+        if may_end:
+            num_kept = self._check_finish(req, index, new_ids, tokens)
+        self.num_generated_tokens += num_kept
+        if logprobs is not None and num_kept and req.logprobs is not None:
+            logprobs.add_to(req, index, num_kept)
+        if req.finish_reason is not None:
+            self.release_finished(req)
+        return num_kept
+
+    def _check_finish(
+        self, req: Req, index: int, new_ids: list[int], tokens: ResolvedTokens
+    ) -> int:
+        """Judge the new tokens; drop those after the end. Returns how many stay."""
+        nan = 0 if tokens.nan_rows is not None and tokens.nan_rows[index] else None
+        verdicts = self._verdicts(req, new_ids, nan)
+        result = check_finish(req, len(new_ids), self.decode_tail, verdicts)
         dropped = len(new_ids) - result.num_kept
         if dropped:
             del req.output_ids[-dropped:]
-        self.num_generated_tokens += result.num_kept
         req.finish_reason = result.reason
         return result.num_kept
-
-    @staticmethod
-    def _needs_check(req: Req, new_ids: list[int], nan: int | None) -> bool:
-        """Cheap test that is true whenever `check_finish` could end the request."""
-        return (
-            req.always_check_finish
-            or len(req.output_ids) >= req.max_new_tokens
-            or nan is not None
-            or not req.end_token_ids.isdisjoint(new_ids)
-        )
 
     @staticmethod
     def _verdicts(req: Req, new_ids: list[int], nan: int | None) -> StepVerdicts:
@@ -132,6 +166,7 @@ class BatchResultProcessor:
 
     def release_finished(self, req: Req) -> None:
         """Release a request whose `finish_reason` is set, and tell its client."""
+        self.num_released += 1
         # A probe of the server's health must not leave traces in the cache.
         self.release_memory(req, insert=not req.is_health_check)
         req.set_status(ReqStatus.FINISHED)
@@ -204,7 +239,7 @@ class BatchResultProcessor:
 class _OutputLogprobs:
     """Output logprobs of one step, read from the device at most once and only when asked for."""
 
-    def __init__(self, batch: ScheduleBatch, logits: LogitsProcessorOutput) -> None:
+    def __init__(self, logits: LogitsProcessorOutput) -> None:
         self._logits = logits
         self._values: list[float] | None = None
 

@@ -39,6 +39,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
+# `max_new_tokens` of a request that may go on to the end of its context.
+NO_LIMIT = 1 << 30
+
+
 class ReqStatus(Enum):
     """Life of a request on the scheduler; `Req.set_status` holds the legal moves."""
 
@@ -158,6 +162,11 @@ class Req:
         self.kv_committed_len = 0
         self.kv_allocated_len = 0
 
+        # Output tokens allowed; the scheduler caps it by context and pool at admission.
+        self.max_new_tokens = (
+            NO_LIMIT if params.max_new_tokens is None else params.max_new_tokens
+        )
+
         # Progress; `status` by set_status only.
         self.status = ReqStatus.WAITING
         self.fill_ids: list[int] = self.origin_input_ids  # tokens the running prefill covers
@@ -210,13 +219,6 @@ class Req:
     def seq_len(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.origin_input_ids) + len(self.output_ids)
-
-    @property
-    def max_new_tokens(self) -> int:
-        limit = self.sampling_params.max_new_tokens
-        if limit is None:
-            raise RuntimeError(f"request {self.rid}: max_new_tokens was not resolved at admission")
-        return limit
 
     @property
     def max_output_len(self) -> int:
@@ -286,6 +288,26 @@ class Req:
         )
 
 
+@dataclass(slots=True, kw_only=True)
+class BatchTraits:
+    """What follows from the composition of a batch; made anew when it changes."""
+
+    needs_host_tokens: bool = False
+    wants_logprobs: bool = False
+    wants_hidden_states: bool = False
+    # Decode steps until some request has used up its budget, results in flight counted.
+    steps_to_limit: int = 0
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req]) -> BatchTraits:
+        return cls(
+            needs_host_tokens=any(req.needs_host_tokens for req in reqs),
+            wants_logprobs=any(req.return_logprob for req in reqs),
+            wants_hidden_states=any(req.return_hidden_states for req in reqs),
+            steps_to_limit=min((req.remaining_new_tokens for req in reqs), default=0),
+        )
+
+
 class ScheduleBatch:
     """Requests that take the next step together, and the arrays of that step.
 
@@ -320,6 +342,7 @@ class ScheduleBatch:
         # request's own flag may speak of the next chunk when the result is read).
         self.chunked: list[bool] = []
         self.sampling_info: SamplingBatchInfo | None = None
+        self.traits = BatchTraits.of(reqs)
         self.hicache_consumer_index = -1
 
     def __len__(self) -> int:
@@ -338,25 +361,31 @@ class ScheduleBatch:
         index = np.asarray(keep, dtype=np.int64)
         self.req_pool_indices = self.req_pool_indices[index]
         self.seq_lens = self.seq_lens[index]
-        self.sampling_info = None
+        self._composition_changed()
 
     def merge(self, other: ScheduleBatch) -> None:
         """Append the requests of `other`."""
         self.reqs = self.reqs + other.reqs
         self.req_pool_indices = np.concatenate([self.req_pool_indices, other.req_pool_indices])
         self.seq_lens = np.concatenate([self.seq_lens, other.seq_lens])
+        self._composition_changed()
+
+    def _composition_changed(self) -> None:
         self.sampling_info = None
+        self.traits = BatchTraits.of(self.reqs)
 
     def snapshot(self) -> ScheduleBatch:
         """The step as launched, for the result processor: later filters do not change it."""
         copy = ScheduleBatch(
-            self.reqs,
+            [],
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
             tree_cache=self.tree_cache,
             vocab_size=self.vocab_size,
             device=self.device,
         )
+        copy.reqs = self.reqs
+        copy.traits = self.traits
         copy.forward_mode = self.forward_mode
         copy.req_pool_indices = self.req_pool_indices
         copy.seq_lens = self.seq_lens
@@ -402,7 +431,9 @@ class ScheduleBatch:
         self.out_cache_loc = slots
         self.req_pool_indices = np.array([self._row_of(r) for r in self.reqs], dtype=np.int64)
         self.seq_lens = np.array(seq_lens, dtype=np.int64)
-        self._mark_launched()
+        for req in self.reqs:
+            if not req.is_chunked:
+                req.num_pending_tokens += 1
         self._refresh_sampling_info()
 
     def _alloc_extend(self, seq_lens: list[int], last_locs: list[int]) -> torch.Tensor:
@@ -459,13 +490,9 @@ class ScheduleBatch:
         self.out_cache_loc = slots
         for req in self.reqs:
             req.kv_allocated_len += 1
-        self._mark_launched()
+            req.num_pending_tokens += 1
+        self.traits.steps_to_limit -= 1
         self._refresh_sampling_info()
-
-    def _mark_launched(self) -> None:
-        for req in self.reqs:
-            if not req.is_chunked:
-                req.num_pending_tokens += 1
 
     def _refresh_sampling_info(self) -> None:
         if self.sampling_info is None:
@@ -491,7 +518,7 @@ class ScheduleBatch:
 
     def logprob_request(self) -> LogprobRequest | None:
         """Logprob wishes of this step; None where no request has any."""
-        if not any(req.return_logprob for req in self.reqs):
+        if not self.traits.wants_logprobs:
             return None
         wishes = LogprobRequest(
             enabled=[req.return_logprob for req in self.reqs],

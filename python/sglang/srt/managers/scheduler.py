@@ -165,6 +165,7 @@ class Scheduler:
         self._now = time.time()
         self._next_timeout_scan = 0.0
         self._idle_checked = False
+        self._released_seen = 0  # `num_released` when the running batch was last filtered
         self._handlers = self._make_handlers()
 
     # ---------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ class Scheduler:
         self._absorb_last_prefill()
         if self.is_paused:
             return None
-        self._keep_running(self._goes_on)
+        self._drop_ended()
         batch = self.get_new_batch_prefill()
         if batch is not None:
             return batch
@@ -360,7 +361,7 @@ class Scheduler:
         batch = self.running_batch
         if batch.is_empty():
             return None
-        if self.result_queue and any(req.needs_host_tokens for req in batch.reqs):
+        if self.result_queue and batch.traits.needs_host_tokens:
             self._drain_results()
             self._keep_running(self._goes_on)
         if not batch.is_empty() and not batch.has_decode_memory():
@@ -372,6 +373,13 @@ class Scheduler:
         self.new_token_ratio.decay()
         self.forward_ct_decode += 1
         return batch
+
+    def _drop_ended(self) -> None:
+        """Take out of the running batch who ended or used up the budget, if there is anybody."""
+        released = self.result_processor.num_released
+        if released != self._released_seen or self.running_batch.traits.steps_to_limit <= 0:
+            self._keep_running(self._goes_on)
+            self._released_seen = released
 
     def _keep_running(self, keep: Callable[[Req], bool]) -> None:
         batch = self.running_batch
@@ -472,8 +480,7 @@ class Scheduler:
             self.config.context_len - prompt_len,
             self.token_to_kv_pool_allocator.size - prompt_len,
         )
-        wanted = req.sampling_params.max_new_tokens
-        req.sampling_params.max_new_tokens = max(0, room if wanted is None else min(wanted, room))
+        req.max_new_tokens = max(0, min(req.max_new_tokens, room))
 
     def _enqueue(self, req: Req) -> None:
         if len(req.origin_input_ids) >= self.token_to_kv_pool_allocator.size:

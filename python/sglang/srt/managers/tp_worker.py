@@ -157,7 +157,7 @@ class TpModelWorker:
 
     @staticmethod
     def _capture_mode(batch: ScheduleBatch) -> CaptureHiddenMode:
-        if not any(req.return_hidden_states for req in batch.reqs):
+        if not batch.traits.wants_hidden_states:
             return CaptureHiddenMode.NULL
         return CaptureHiddenMode.FULL
 

@@ -1,0 +1,422 @@
+"""How close the `triton` attention backend comes to the device: table and JSON.
+
+    python benchmark/bench_attention.py [--json out.json] [--sweep] [--small]
+
+Decode and verification are bound by reading keys and values: GB/s, over the bandwidth of a device
+copy (bytes read and written). Extend is bound by the matrix unit: TFLOP/s, over that of a bf16
+matrix product of 8192^3. Both ceilings are measured in the same process. Heads are those of
+Llama-3.1-8B (32 query heads, 8 KV heads, head size 128); slots are random.
+
+Launches are captured and replayed, over as many layers as it takes to leave the cache, and the
+median of the replays is taken. `--sweep` also tries other block sizes and PyTorch's own kernels
+(on contiguous keys). `--small` is a check that runs anywhere, on a CPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from sglang.test.triton_interpreter import use_interpreter
+
+if not torch.cuda.is_available():
+    use_interpreter()
+
+from sglang.srt.layers.attention.triton_ops.paged_attention import (  # noqa: E402
+    LaunchConfig,
+    PagedAttentionInputs,
+    Workspace,
+    choose_config,
+    paged_attention,
+)
+from sglang.srt.layers.dispatch import TorchOps  # noqa: E402
+from sglang.srt.layers.triton_ops.argmax import argmax_rows  # noqa: E402
+from sglang.srt.layers.triton_ops.cuda_ops import CudaOps  # noqa: E402
+from sglang.srt.layers.triton_ops.rope import KVDestination  # noqa: E402
+
+logger = logging.getLogger("bench_attention")
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+DTYPE = torch.bfloat16 if HAS_CUDA else torch.float16
+CACHE_BYTES = 200 << 20  # several times the last-level cache
+HEADS, KV_HEADS, HEAD_DIM = (32, 8, 128) if HAS_CUDA else (4, 2, 16)
+
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A batch: `batch` requests with `new` tokens each over `prefix` cached ones."""
+
+    kind: str
+    batch: int
+    new: int
+    prefix: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.batch * (self.prefix + self.new) * 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+
+    @property
+    def flops(self) -> int:
+        pairs = self.new * self.prefix + self.new * (self.new + 1) // 2
+        return 4 * self.batch * pairs * HEADS * HEAD_DIM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One line of the table. `rate` is GB/s or TFLOP/s, `share` that over the ceiling."""
+
+    kind: str
+    variant: str
+    batch: int
+    new: int
+    prefix: int
+    microseconds: float
+    rate: float
+    share: float
+
+
+LOADS = [
+    *(
+        Load(kind="decode", batch=batch, new=1, prefix=context - 1)
+        for batch, context in (
+            (1, 512),
+            (1, 8192),
+            (1, 32768),
+            (1, 131072),
+            (8, 512),
+            (8, 8192),
+            (40, 4096),
+            (64, 512),
+            (64, 8192),
+            (256, 512),
+            (256, 2048),
+        )
+    ),
+    Load(kind="verify", batch=1, new=8, prefix=512),
+    Load(kind="verify", batch=1, new=8, prefix=32768),
+    Load(kind="verify", batch=64, new=8, prefix=2048),
+    Load(kind="extend", batch=1, new=8192, prefix=0),
+    Load(kind="extend", batch=16, new=2048, prefix=0),
+    Load(kind="extend", batch=1, new=2048, prefix=30720),
+    Load(kind="extend", batch=1, new=256, prefix=30720),
+    Load(kind="extend", batch=32, new=128, prefix=1024),
+]
+SMALL_LOADS = [
+    Load(kind="decode", batch=3, new=1, prefix=30),
+    Load(kind="verify", batch=1, new=4, prefix=20),
+    Load(kind="extend", batch=2, new=10, prefix=7),
+]
+
+
+def seconds_per_call(actions: list[Action], repeats: int) -> float:
+    """Median time of one of `actions`, which run one after another."""
+    if not HAS_CUDA:
+        start = time.perf_counter()
+        for action in actions:
+            action()
+        return (time.perf_counter() - start) / len(actions)
+    for action in actions:
+        action()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for action in actions:
+            action()
+    for _ in range(2):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+    return statistics.median(times) / 1e3 / len(actions)
+
+
+def measure_ceilings(small: bool) -> tuple[float, float]:
+    """(bytes/s of a device copy, flop/s of a bf16 product)."""
+    source = torch.randn((1 << 16) if small else (1 << 30), device=DEVICE)
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)], 20)
+    size = 128 if small else 8192
+    a, b = torch.randn(2, size, size, device=DEVICE).to(DTYPE)
+    product = 2 * size**3 / seconds_per_call([lambda: torch.mm(a, b)] * 3, 20)
+    return copy, product
+
+
+class Batch:
+    """Inputs of a load over several layers, at random slots."""
+
+    def __init__(self, load: Load) -> None:
+        seq_len = load.prefix + load.new
+        num_slots = load.batch * seq_len + 1
+        layers = max(2, min(32, CACHE_BYTES // load.kv_bytes)) if HAS_CUDA else 1
+        self.load = load
+        self.queries = self._randn(load.batch * load.new, HEADS)
+        self.pools = [
+            (self._randn(num_slots, KV_HEADS), self._randn(num_slots, KV_HEADS))
+            for _ in range(layers)
+        ]
+        slots = torch.randperm(num_slots - 1, device=DEVICE).to(torch.int32) + 1
+        rows = torch.randperm(load.batch, device=DEVICE)
+        tree_mask = None
+        if load.kind == "verify":
+            tree = torch.rand(load.new, load.new, device=DEVICE) < 0.5
+            tree = tree.tril() | torch.eye(load.new, dtype=torch.bool, device=DEVICE)
+            prefix = torch.ones(load.new, load.prefix, dtype=torch.bool, device=DEVICE)
+            tree_mask = torch.cat((prefix, tree), 1).flatten().repeat(load.batch)
+        self.inputs = PagedAttentionInputs(
+            queries=self.queries,
+            keys=self.pools[0][0],
+            values=self.pools[0][1],
+            table=slots.view(load.batch, seq_len),
+            table_rows=rows,
+            seq_lens=torch.full((load.batch,), seq_len, device=DEVICE),
+            query_lens=None
+            if load.kind == "decode"
+            else torch.full((load.batch,), load.new, device=DEVICE),
+            tree_mask=tree_mask,
+            scaling=HEAD_DIM**-0.5,
+            window=None,
+        )
+        self.workspace = Workspace(DEVICE)
+
+    @staticmethod
+    def _randn(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, HEAD_DIM, device=DEVICE, dtype=DTYPE)
+
+    def actions(self, config: LaunchConfig | None) -> list[Action]:
+        def one(keys: torch.Tensor, values: torch.Tensor) -> Action:
+            inputs = replace(self.inputs, keys=keys, values=values)
+            return lambda: paged_attention(inputs, self.workspace, config)
+
+        return [one(keys, values) for keys, values in self.pools]
+
+    def torch_variants(self) -> dict[str, list[Action]]:
+        """PyTorch's kernels over contiguous keys; what gathering them costs is not counted."""
+        load = self.load
+        seq_len = load.prefix + load.new
+        q = self.queries.view(load.batch, load.new, HEADS, HEAD_DIM).transpose(1, 2)
+        keys, values = (
+            part[1:].view(load.batch, seq_len, KV_HEADS, HEAD_DIM).transpose(1, 2)
+            for part in self.pools[0]
+        )
+        backends = torch.nn.attention.SDPBackend
+        variants: dict[str, list[Action]] = {}
+        if load.prefix == 0:
+            for backend in (backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION):
+
+                def sdpa(backend: torch.nn.attention.SDPBackend = backend) -> torch.Tensor:
+                    with torch.nn.attention.sdpa_kernel(backend):
+                        return torch.nn.functional.scaled_dot_product_attention(
+                            q, keys, values, is_causal=True, enable_gqa=True
+                        )
+
+                variants[f"torch {backend.name}"] = [sdpa] * 2
+        lengths = torch.arange(load.batch + 1, device=DEVICE, dtype=torch.int32)
+
+        def flash() -> torch.Tensor:
+            out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+                self.queries,
+                self.pools[0][0][1:],
+                self.pools[0][1][1:],
+                lengths * load.new,
+                lengths * seq_len,
+                load.new,
+                seq_len,
+                0.0,
+                True,
+                False,
+            )[0]
+            return out
+
+        variants["torch varlen flash"] = [flash] * 2
+        return variants
+
+
+def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
+    """Neighbours of the chosen configuration."""
+    if load.kind == "extend" and load.new >= 2048:
+        sizes = [(128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3)]
+        sizes += [(64, 64, 4, 3), (64, 64, 4, 5), (128, 32, 4, 5), (128, 64, 4, 3)]
+    elif load.kind == "extend":
+        sizes = [(128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 5)]
+    elif load.kind == "verify":
+        sizes = [(32, 64, 4, 3), (32, 64, 4, 5), (32, 32, 4, 5), (32, 64, 8, 5)]
+    else:
+        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 128, 8, 3), (16, 64, 2, 5)]
+    if chosen.share_target == 0:
+        targets = [0]
+    elif load.batch == 1:
+        targets = [16, 33, 49, 66]
+    else:
+        targets = [16, 33, 49, 132, 264, 528]
+    return [
+        LaunchConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages, share_target=target)
+        for m, n, warps, stages in sizes
+        for target in targets
+    ]
+
+
+def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[Result]:
+    batch = Batch(load)
+    results = []
+
+    def add(variant: str, actions: list[Action]) -> None:
+        seconds = seconds_per_call(actions, 20)
+        if load.kind == "extend":
+            rate, share = load.flops / seconds / 1e12, load.flops / seconds / ceilings[1]
+        else:
+            rate, share = load.kv_bytes / seconds / 1e9, load.kv_bytes / seconds / ceilings[0]
+        results.append(
+            Result(
+                kind=load.kind,
+                variant=variant,
+                batch=load.batch,
+                new=load.new,
+                prefix=load.prefix,
+                microseconds=seconds * 1e6,
+                rate=rate,
+                share=share,
+            )
+        )
+
+    chosen = choose_config(batch.inputs)
+    add("chosen", batch.actions(None))
+    if sweep:
+        for config in sweep_configs(load, chosen):
+            sizes = (config.block_m, config.block_n, config.num_warps, config.num_stages)
+            try:
+                add(f"{sizes} /{config.share_target}", batch.actions(config))
+            except Exception as error:  # a configuration that does not fit is a result as well
+                logger.warning("%s %s: %s", load, config, str(error)[:100])
+        if load.kind == "extend":
+            for name, actions in batch.torch_variants().items():
+                try:
+                    add(name, actions)
+                except RuntimeError as error:
+                    logger.warning("%s %s: %s", load, name, str(error)[:100])
+    return results
+
+
+def bench_ops(small: bool) -> list[Result]:
+    """Elementwise operations: `rate` is GB/s of what has to be read and written."""
+    hidden, inter, vocab = (64, 96, 300) if small else (4096, 14336, 128256)
+    ours, torch_ops = CudaOps(), TorchOps()
+    results = []
+    for rows in (1, 3) if small else (1, 64, 8192):
+        x, residual = torch.randn(2, rows, hidden, device=DEVICE).to(DTYPE)
+        weight = torch.ones(hidden, device=DEVICE, dtype=DTYPE)
+        gate_up = torch.randn(rows, 2 * inter, device=DEVICE).to(DTYPE)
+        sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+        qkv = torch.randn(rows, sum(sizes), device=DEVICE).to(DTYPE)
+        q, k, v = qkv.split(sizes, dim=-1)
+        positions = torch.arange(rows, device=DEVICE)
+        table = torch.randn(rows, HEAD_DIM, device=DEVICE)
+        buffers = torch.zeros(2, rows + 1, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)
+        to = KVDestination(slots=positions + 1, key_buffer=buffers[0], value_buffer=buffers[1])
+
+        def torch_rope(
+            q: torch.Tensor = q,
+            k: torch.Tensor = k,
+            v: torch.Tensor = v,
+            positions: torch.Tensor = positions,
+            table: torch.Tensor = table,
+            to: KVDestination = to,
+        ) -> None:
+            rotated = torch_ops.apply_rope(q, k, positions, table, HEAD_DIM)[1]
+            to.key_buffer[to.slots] = rotated.unflatten(-1, (-1, HEAD_DIM))
+            to.value_buffer[to.slots] = v.unflatten(-1, (-1, HEAD_DIM))
+
+        pairs: dict[str, tuple[int, Action, Action]] = {
+            "add_rms_norm": (
+                4 * x.nbytes,
+                lambda: ours.add_rms_norm(x, residual, weight, 1e-5),
+                lambda: torch_ops.add_rms_norm(x, residual, weight, 1e-5),
+            ),
+            "silu_and_mul": (
+                gate_up.nbytes * 3 // 2,
+                lambda: ours.silu_and_mul(gate_up),
+                lambda: torch_ops.silu_and_mul(gate_up),
+            ),
+            "rope_and_store": (
+                2 * qkv.nbytes,
+                lambda: ours.rope_and_store(q, k, v, positions, table, HEAD_DIM, to),
+                torch_rope,
+            ),
+        }
+        if rows < 1000:
+            logits = torch.randn(rows, vocab, device=DEVICE)
+            pairs["argmax"] = (
+                logits.nbytes,
+                lambda: argmax_rows(logits),
+                lambda: logits.argmax(-1),
+            )
+        for name, (num_bytes, own, reference) in pairs.items():
+            own_s, reference_s = (
+                seconds_per_call([own] * 5, 10),
+                seconds_per_call([reference] * 5, 10),
+            )
+            results.append(
+                Result(
+                    kind=name,
+                    variant=f"torch: {reference_s * 1e6:.1f} us",
+                    batch=rows,
+                    new=1,
+                    prefix=0,
+                    microseconds=own_s * 1e6,
+                    rate=num_bytes / own_s / 1e9,
+                    share=own_s / reference_s,
+                )
+            )
+    return results
+
+
+def show(results: list[Result]) -> None:
+    for r in sorted(results, key=lambda r: (r.kind, r.batch, r.prefix, r.new, r.microseconds)):
+        logger.info(
+            "%-14s %4d x %5d over %6d  %-28s %9.1f us %8.1f  %5.2f",
+            *(r.kind, r.batch, r.new, r.prefix, r.variant, r.microseconds, r.rate, r.share),
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--kinds", nargs="*", help="of decode, verify, extend and ops")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    torch.manual_seed(0)
+    ceilings = measure_ceilings(args.small)
+    logger.info(
+        "device copy %.1f GB/s, matrix product %.1f TFLOP/s", ceilings[0] / 1e9, ceilings[1] / 1e12
+    )
+    results: list[Result] = []
+    for load in SMALL_LOADS if args.small else LOADS:
+        if not args.kinds or load.kind in args.kinds:
+            results += bench_load(load, ceilings, args.sweep)
+    if not args.kinds or "ops" in args.kinds:
+        results += bench_ops(args.small)
+    show(results)
+    if args.json:
+        report = {"copy": ceilings[0], "product": ceilings[1]}
+        args.json.write_text(json.dumps({**report, "results": [asdict(r) for r in results]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
