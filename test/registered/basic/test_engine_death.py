@@ -1,4 +1,4 @@
-"""A scheduler that is killed: every waiting client gets an answer, health says so, the tree ends."""
+"""A killed scheduler: waiting clients get an answer, health says so, the process tree ends."""
 
 from __future__ import annotations
 

@@ -221,11 +221,6 @@ class Req:
         return len(self.origin_input_ids) + len(self.output_ids)
 
     @property
-    def max_output_len(self) -> int:
-        """The same, under the name that the finish checks use."""
-        return self.max_new_tokens
-
-    @property
     def remaining_new_tokens(self) -> int:
         """Tokens still to be produced at most, those in flight taken off."""
         return self.max_new_tokens - len(self.output_ids) - self.num_pending_tokens
