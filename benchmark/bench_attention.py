@@ -120,8 +120,8 @@ SMALL_LOADS = [
 ]
 
 
-def seconds_per_call(actions: list[Action], repeats: int) -> float:
-    """Median time of one of `actions`, which run one after another."""
+def seconds_per_call(actions: list[Action], repeats: int, captured: bool = True) -> float:
+    """Median time of one of `actions`, which run one after another, replayed if `captured`."""
     if not HAS_CUDA:
         start = time.perf_counter()
         for action in actions:
@@ -129,16 +129,22 @@ def seconds_per_call(actions: list[Action], repeats: int) -> float:
         return (time.perf_counter() - start) / len(actions)
     for action in actions:
         action()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for action in actions:
             action()
+
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
     for _ in range(2):
-        graph.replay()
+        run()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        run()
         event.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in zip(events, events[1:])]
@@ -149,7 +155,7 @@ def measure_ceilings(small: bool) -> tuple[float, float]:
     """(bytes/s of a device copy, flop/s of a bf16 product)."""
     source = torch.randn((1 << 16) if small else (1 << 30), device=DEVICE)
     target = torch.empty_like(source)
-    copy = 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)], 20)
+    copy = 2 * source.nbytes / seconds_per_call([lambda: target.copy_(source)], 20, captured=False)
     size = 128 if small else 8192
     a, b = torch.randn(2, size, size, device=DEVICE).to(DTYPE)
     product = 2 * size**3 / seconds_per_call([lambda: torch.mm(a, b)] * 3, 20)
@@ -249,20 +255,19 @@ class Batch:
 def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
     """Neighbours of the chosen configuration."""
     if load.kind == "extend" and load.new >= 2048:
-        sizes = [(128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 8, 7), (128, 128, 8, 3)]
-        sizes += [(64, 64, 4, 3), (64, 64, 4, 5), (128, 32, 4, 5), (128, 64, 4, 3)]
+        sizes = [(128, 64, 8, 5), (128, 128, 8, 3)]
     elif load.kind == "extend":
-        sizes = [(128, 64, 8, 3), (128, 64, 8, 5), (64, 64, 4, 5)]
+        sizes = [(128, 64, 8, 5), (64, 64, 4, 5), (128, 128, 8, 3)]
     elif load.kind == "verify":
-        sizes = [(32, 64, 4, 3), (32, 64, 4, 5), (32, 32, 4, 5), (32, 64, 8, 5)]
+        sizes = [(32, 64, 4, 5), (32, 32, 4, 5), (32, 64, 8, 5), (32, 64, 4, 7)]
     else:
-        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 128, 8, 3), (16, 64, 2, 5)]
+        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 32, 2, 7), (16, 64, 2, 5)]
     if chosen.share_target == 0:
         targets = [0]
     elif load.batch == 1:
         targets = [16, 33, 49, 66]
     else:
-        targets = [16, 33, 49, 132, 264, 528]
+        targets = [16, 33, 49, 132]
     return [
         LaunchConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages, share_target=target)
         for m, n, warps, stages in sizes
@@ -299,7 +304,8 @@ def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[R
         for config in sweep_configs(load, chosen):
             sizes = (config.block_m, config.block_n, config.num_warps, config.num_stages)
             try:
-                add(f"{sizes} /{config.share_target}", batch.actions(config))
+                early = " early" if config.early_merge else ""
+                add(f"{sizes} /{config.share_target}{early}", batch.actions(config))
             except Exception as error:  # a configuration that does not fit is a result as well
                 logger.warning("%s %s: %s", load, config, str(error)[:100])
         if load.kind == "extend":

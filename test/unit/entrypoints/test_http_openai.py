@@ -207,6 +207,8 @@ def test_bad_chat(http: HttpFront, body: Any, stream: bool) -> None:
     assert reply.status_code == 400, reply.text
     error = reply.json()
     assert error["object"] == "error" and error["code"] == 400 and error["message"]
+    # Some clients look for the message here only.
+    assert error.pop("error") == error
     assert sent(http) == []
 
 

@@ -31,10 +31,31 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 def validation_error(message: str) -> Response:
     """A request whose form is wrong, on any endpoint: 400, never 422."""
-    return json_response(
-        {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400},
-        400,
-    )
+    return json_response(_validation_content(message), 400)
+
+
+def openai_validation_error(message: str) -> Response:
+    """`validation_error` of the OpenAI endpoints."""
+    return openai_error_response(_validation_content(message))
+
+
+def openai_error_response(error: dict[str, Any]) -> Response:
+    """An error of the OpenAI endpoints: its members, and the same once more under `error`.
+
+    Some clients read the message at the top level, some only in the `error` object, where
+    OpenAI's own API has it.
+    """
+    return json_response({**error, "error": error}, error["code"])
+
+
+def _validation_content(message: str) -> dict[str, Any]:
+    return {
+        "object": "error",
+        "message": message,
+        "type": "Bad Request",
+        "param": None,
+        "code": 400,
+    }
 
 
 def http_exception(message: str, status_code: int) -> Response:

@@ -10,7 +10,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from sglang.srt.entrypoints.http_errors import json_response, weight_error
+from sglang.srt.entrypoints.http_errors import (
+    json_response,
+    openai_error_response,
+    weight_error,
+)
 
 _GET_POST = ("GET", "POST")
 _POST = ("POST",)
@@ -88,7 +92,7 @@ def _openai(path: str) -> Response:
         "param": None,
         "code": 400,
     }
-    return json_response(content, 400)
+    return openai_error_response(content)
 
 
 def _responses(path: str) -> Response:

@@ -10,7 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from sglang.srt.entrypoints.http_body import BodyError, body_schema, read_as
-from sglang.srt.entrypoints.http_errors import error_type, json_response
+from sglang.srt.entrypoints.http_errors import (
+    error_type,
+    json_response,
+    openai_error_response,
+    openai_validation_error,
+)
 from sglang.srt.entrypoints.http_state import get_global_state
 from sglang.srt.entrypoints.http_stream import answers_errors, start_stream
 from sglang.srt.entrypoints.openai.protocol import (
@@ -68,14 +73,14 @@ def openai_error(exc: RequestError) -> dict[str, Any]:
 
 
 def _error_response(exc: RequestError) -> Response:
-    return json_response(openai_error(exc), exc.status_code)
+    return openai_error_response(openai_error(exc))
 
 
 def _error_event(exc: RequestError) -> dict[str, Any]:
     return {"error": openai_error(exc)}
 
 
-openai = answers_errors(_error_response)
+openai = answers_errors(_error_response, openai_validation_error)
 
 
 async def _read(request: Request, cls: type[T]) -> T:

@@ -75,7 +75,9 @@ async def _events(
         yield _DONE
 
 
-def answers_errors(render: RenderError) -> Callable[[Handler], Handler]:
+def answers_errors(
+    render: RenderError, render_body_error: Callable[[str], Response] = validation_error
+) -> Callable[[Handler], Handler]:
     """Decorator of handlers: `RequestError` and `BodyError` become answers."""
 
     def decorate(handler: Handler) -> Handler:
@@ -84,7 +86,7 @@ def answers_errors(render: RenderError) -> Callable[[Handler], Handler]:
             try:
                 return await handler(*args, **kwargs)
             except BodyError as exc:
-                return validation_error(str(exc))
+                return render_body_error(str(exc))
             except RequestError as exc:
                 return render(exc)
             except ClientDisconnect:

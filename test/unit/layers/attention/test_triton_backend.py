@@ -293,12 +293,12 @@ from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_
 pointers = dict(
     queries="*bf16", out="*bf16", key_buffer="*bf16", value_buffer="*bf16", table="*i32",
     table_rows="*i64", seq_lens="*i64", query_lens="*i64", tree_mask="*u8", partial_out="*fp32",
-    partial_lse="*fp32", arrivals="*i32", scale_log2="fp32",
+    partial_lse="*fp32", scale_log2="fp32",
 )
 sizes = dict(
     NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
-    WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, MERGE_ROWS=4, MERGE_SHARES=16,
-    PRECISION="tf32", MASKED_STAGES=1,
+    WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, PRECISION="tf32",
+    MASKED_STAGES=5, PDL=False,
 )
 names = paged_attention_kernel.arg_names
 signature = {
@@ -312,7 +312,7 @@ aligned = {
 }
 source = ASTSource(paged_attention_kernel, signature, sizes, aligned)
 compiled = triton.compile(
-    source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3}
+    source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 5}
 )
 assert compiled.asm["cubin"][:4] == b"\\x7fELF"
 ptx = compiled.asm["ptx"]

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_attention_kernel
+from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import (
+    merge_shares_kernel,
+    paged_attention_kernel,
+)
 
 MAX_HEAD_DIM = 256
 # The matrix unit's smallest tile has this many rows.
@@ -22,7 +25,7 @@ MAX_BATCH_SIZE = 4096
 # Fewer keys than this are not worth a program of their own.
 MIN_KEYS_PER_SHARE = 128
 # Elements of the shares' outputs that a merging program holds at once.
-_MERGE_ELEMENTS = 4096
+_MERGE_ELEMENTS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,8 @@ class LaunchConfig:
     num_stages: int
     # Aim of key shares over all row blocks of one KV head; 0: every row block is one program.
     share_target: int
+    # Start the merging kernel while the last programs are still at work (programmatic launch).
+    early_merge: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +64,22 @@ class PagedAttentionInputs:
 
 
 class Workspace:
-    """Scratch memory of one backend: the shares' outputs and how many of them are done.
+    """Scratch memory of one backend: outputs and log-sum-exps of the shares of one launch.
 
     Grows when a launch needs more. Older memory is kept, since captured launches hold its address.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._outputs = [torch.empty(0, dtype=torch.float32, device=device)]
-        self._counters = [torch.empty(0, dtype=torch.int32, device=device)]
+        self._memory = [torch.empty(0, dtype=torch.float32, device=device)]
 
-    def reserve(self, num_blocks: int, rows: int, block_d: int) -> tuple[torch.Tensor, ...]:
-        """(outputs, log-sum-exps, counters) for so many row blocks; the counters are zero."""
-        num_floats = num_blocks * rows * (block_d + 1)
-        if self._outputs[-1].numel() < num_floats:
-            size = max(num_floats, 2 * self._outputs[-1].numel())
-            self._outputs.append(torch.empty(size, dtype=torch.float32, device=self._device))
-        if self._counters[-1].numel() < num_blocks:
-            size = max(num_blocks, 2 * self._counters[-1].numel())
-            self._counters.append(torch.zeros(size, dtype=torch.int32, device=self._device))
-        num_outputs = num_blocks * rows * block_d
-        return self._outputs[-1], self._outputs[-1][num_outputs:], self._counters[-1]
+    def reserve(self, num_rows: int, block_d: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 with room for [num_rows, block_d] and [num_rows]."""
+        num_floats = num_rows * (block_d + 1)
+        if self._memory[-1].numel() < num_floats:
+            size = max(num_floats, 2 * self._memory[-1].numel())
+            self._memory.append(torch.empty(size, dtype=torch.float32, device=self._device))
+        return self._memory[-1], self._memory[-1][num_rows * block_d :]
 
 
 @functools.cache
@@ -142,28 +142,44 @@ def paged_attention(
     Causal among the new tokens unless there is a tree mask. A request without keys gets zeros.
     Raises ValueError for shapes that the kernel does not do.
     """
-    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    _check(inputs)
+    out = torch.empty_like(inputs.queries, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    _launch(inputs, out, workspace, config or choose_config(inputs))
+    return out
+
+
+def _launch(
+    inputs: PagedAttentionInputs, out: torch.Tensor, workspace: Workspace, config: LaunchConfig
+) -> None:
+    queries, keys, values, tree_mask = inputs.queries, inputs.keys, inputs.values, inputs.tree_mask
     num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     batch_size = inputs.seq_lens.shape[0]
-    _check(inputs)
-    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
-        return out
-    config = config or choose_config(inputs)
     group = num_heads // num_kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    row_blocks = _max_row_blocks(num_tokens, batch_size, group, config.block_m)
+    num_items = _max_row_blocks(num_tokens, batch_size, group, config.block_m)
     shared = config.share_target > 0
-    num_items = row_blocks + config.share_target - 1 if shared else row_blocks
-    # With one token a request the rest of the smallest tile is padding, not worth merging.
-    merge_rows = min(MIN_ROWS, triton.next_power_of_2(group))
-    if inputs.query_lens is not None:
-        merge_rows = MIN_ROWS
-    partial_out, partial_lse, arrivals = workspace.reserve(
-        num_items * num_kv_heads if shared else 0, config.block_m, block_d
+    if shared:
+        num_items += config.share_target - 1
+    partial_out, partial_lse = workspace.reserve(
+        num_items * num_kv_heads * config.block_m if shared else 0, block_d
     )
-    tree_mask = inputs.tree_mask
+    query_lens = inputs.seq_lens if inputs.query_lens is None else inputs.query_lens
+    min_share = max(MIN_KEYS_PER_SHARE, config.block_n)
+    sizes = {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_M": config.block_m,
+        "BATCH_BLOCK": _batch_block(batch_size),
+        "WINDOW": inputs.window or 0,
+        "ONE_QUERY": inputs.query_lens is None,
+        "PDL": config.early_merge,
+    }
+    pipelined_tail = inputs.query_lens is None or inputs.window
     paged_attention_kernel[(num_kv_heads, num_items)](
         queries,
         out,
@@ -172,46 +188,55 @@ def paged_attention(
         inputs.table,
         inputs.table_rows,
         inputs.seq_lens,
-        inputs.seq_lens if inputs.query_lens is None else inputs.query_lens,
+        query_lens,
         queries if tree_mask is None else tree_mask.view(torch.uint8),
         partial_out,
         partial_lse,
-        arrivals,
         batch_size,
         config.share_target,
-        max(MIN_KEYS_PER_SHARE, config.block_n),
+        min_share,
         inputs.table.stride(0),
         queries.stride(0),
         out.stride(0),
         keys.stride(0),
         values.stride(0),
         inputs.scaling * math.log2(math.e),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BATCH_BLOCK=_batch_block(batch_size),
-        WINDOW=inputs.window or 0,
-        ONE_QUERY=inputs.query_lens is None,
         TREE=tree_mask is not None,
         SHARED=shared,
-        MERGE_ROWS=merge_rows,
-        MERGE_SHARES=max(1, _MERGE_ELEMENTS // (merge_rows * block_d)),
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
-        MASKED_STAGES=config.num_stages if inputs.window else 1,
+        # Else the masked loop is a block or two: not worth the registers of a pipeline.
+        MASKED_STAGES=config.num_stages if pipelined_tail else 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **sizes,
     )
-    return out
+    if not shared:
+        return
+    group_block = triton.next_power_of_2(group)
+    merge_shares_kernel[(num_kv_heads, num_tokens)](
+        out,
+        inputs.seq_lens,
+        query_lens,
+        partial_out,
+        partial_lse,
+        batch_size,
+        config.share_target,
+        min_share,
+        out.stride(0),
+        GROUP_BLOCK=group_block,
+        MERGE_SHARES=max(1, _MERGE_ELEMENTS // (group_block * block_d)),
+        num_warps=4,
+        **({"launch_pdl": True} if config.early_merge else {}),
+        **sizes,
+    )
 
 
 def _batch_block(batch_size: int) -> int:
-    # Few sizes, since each is compiled on its own: 16, 64, 256, 1024, 4096.
-    size = 16
+    # Few sizes, since each is compiled on its own: 1, 8, 64, 512, 4096.
+    size = 1
     while size < batch_size:
-        size *= 4
+        size *= 8
     return size
 
 

@@ -6,8 +6,8 @@ decode step fills the matrix unit with the heads of a group and a draft tree wit
 
 Work items are (request, row block, share of the keys). Which item a program has follows from the
 lengths on the device alone: nothing about a batch is computed on the host, and a captured launch
-stays right when the lengths change. The shares of one row block are merged by whichever of its
-programs ends last.
+stays right when the lengths change. A second kernel merges the shares of row blocks that have
+several.
 
 Called by `paged_attention.py`, which documents the arguments and checks them.
 """
@@ -93,45 +93,24 @@ def _attend(
 
 
 @triton.jit
-def _merge(
-    partial_out: tl.tensor,
-    partial_lse: tl.tensor,
-    first_item: tl.tensor,
-    num_shares: tl.tensor,
-    head: tl.tensor,
-    rows: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_SHARES: tl.constexpr,
+def _shares(
+    all_seqs: tl.tensor,
+    all_queries: tl.tensor,
+    all_blocks: tl.tensor,
+    share_target: tl.tensor,
+    min_share: tl.tensor,
+    WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Weighted mean of the shares' outputs for some rows: float32 [MERGE_ROWS, BLOCK_D]."""
-    feature = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((MERGE_ROWS, BLOCK_D), tl.float32)
-    total_max = tl.full((MERGE_ROWS,), NO_VALUE, tl.float32)
-    total_sum = tl.zeros((MERGE_ROWS,), tl.float32)
-    for first in tl.range(0, num_shares, MERGE_SHARES):
-        share = first + tl.arange(0, MERGE_SHARES)
-        block = (first_item + share).to(tl.int64) * NUM_KV_HEADS + head
-        line = block[:, None] * BLOCK_M + rows[None, :]
-        live = (share < num_shares)[:, None]
-        # Other programs wrote these: read past the first-level cache.
-        lse = tl.load(partial_lse + line, mask=live, other=NO_VALUE, cache_modifier=".cg")
-        out = tl.load(
-            partial_out + line[:, :, None] * BLOCK_D + feature[None, None, :],
-            mask=live[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_max = tl.maximum(total_max, tl.max(lse, 0))
-        safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
-        weights = tl.exp2(lse - safe_max[None, :])
-        fade = tl.exp2(total_max - safe_max)
-        total_sum = total_sum * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(out * weights[:, :, None], 0)
-        total_max = new_max
-    return acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
+    """Into how many shares the keys of every request's row blocks are divided."""
+    attended = all_seqs.to(tl.int64)
+    if WINDOW > 0:
+        attended = tl.minimum(attended, WINDOW + all_queries - 1)
+    total_work = tl.maximum(tl.sum(all_blocks * attended, 0), 1)
+    # In proportion to the work, rounded down: the sum stays below share_target, plus one item for
+    # each row block that would have got none.
+    shares = attended * share_target // total_work
+    shares = tl.minimum(shares, (attended + min_share - 1) // min_share)
+    return tl.maximum(shares, 1).to(tl.int32)
 
 
 @triton.jit(
@@ -149,7 +128,6 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     tree_mask: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
-    arrivals: tl.tensor,
     batch_size: tl.tensor,
     share_target: tl.tensor,
     min_share: tl.tensor,
@@ -170,10 +148,9 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     ONE_QUERY: tl.constexpr,
     TREE: tl.constexpr,
     SHARED: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,
-    MERGE_SHARES: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Grid: (NUM_KV_HEADS, upper bound of the number of work items)."""
     head = tl.program_id(0)
@@ -187,17 +164,10 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         all_queries = tl.where(in_batch, 1, 0)
     else:
         all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
+    all_rows = tl.load(table_rows + lanes, mask=in_batch, other=0)
     all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
     if SHARED:
-        attended = all_seqs.to(tl.int64)
-        if WINDOW > 0:
-            attended = tl.minimum(attended, WINDOW + all_queries - 1)
-        total_work = tl.maximum(tl.sum(all_blocks * attended, 0), 1)
-        # In proportion to the work, rounded down: the sum stays below share_target, plus one item
-        # for each row block that would have got none.
-        all_shares = attended * share_target // total_work
-        all_shares = tl.minimum(all_shares, (attended + min_share - 1) // min_share)
-        all_shares = tl.maximum(all_shares, 1).to(tl.int32)
+        all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
     else:
         all_shares = tl.full((BATCH_BLOCK,), 1, tl.int32)
     all_items = all_blocks * all_shares
@@ -255,29 +225,33 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         end = tl.minimum(start + keys_per_share, high)
     plain_end = start + tl.maximum(tl.minimum(plain_end, end) - start, 0) // BLOCK_N * BLOCK_N
 
-    request_row = tl.load(table_rows + request).to(tl.int64)
-    table_row = table + request_row * table_stride
+    table_row = table + tl.sum(tl.where(chosen, all_rows, 0), 0).to(tl.int64) * table_stride
     key_base = key_buffer + head * HEAD_DIM
     value_base = value_buffer + head * HEAD_DIM
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), NO_VALUE, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     block = tl.arange(0, BLOCK_N)
-    for position in tl.range(start, plain_end, BLOCK_N):
-        acc, row_max, row_sum = _attend(
-            query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
-            tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
-            scale_log2,
-            HEAD_DIM, BLOCK_D, WINDOW, TREE, False, PRECISION,
-        )  # fmt: skip
-    # Without a window this is a block or two: not worth the registers of a pipeline.
-    for position in tl.range(plain_end, end, BLOCK_N, num_stages=MASKED_STAGES):
+    # A decode step is bound by memory and has the last block pipelined as well: one loop.
+    masked_start = start
+    if not ONE_QUERY:
+        for position in tl.range(start, plain_end, BLOCK_N):
+            acc, row_max, row_sum = _attend(
+                query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
+                tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
+                scale_log2,
+                HEAD_DIM, BLOCK_D, WINDOW, TREE, False, PRECISION,
+            )  # fmt: skip
+        masked_start = plain_end
+    for position in tl.range(masked_start, end, BLOCK_N, num_stages=MASKED_STAGES):
         acc, row_max, row_sum = _attend(
             query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
             tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
             scale_log2,
             HEAD_DIM, BLOCK_D, WINDOW, TREE, True, PRECISION,
         )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
 
     out_ptrs = out + (query_start + token) * out_stride + row_offset
@@ -291,25 +265,83 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             partial_out + line[:, None] * BLOCK_D + feature[None, :], acc, mask=row_live[:, None]
         )
         tl.store(partial_lse + line, row_max + tl.log2(row_sum))
-        # All threads' stores come before the count, and the count before the others' loads.
-        first_item = item - share
-        counter = arrivals + first_item * NUM_KV_HEADS + head
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
-            tl.debug_barrier()
-            tl.store(counter, 0)
-            num_rows = tl.minimum(num_queries * GROUP - row_block * BLOCK_M, BLOCK_M)
-            for first_row in tl.range(0, num_rows, MERGE_ROWS):
-                merge_rows = first_row + tl.arange(0, MERGE_ROWS)
-                merged = _merge(
-                    partial_out, partial_lse, first_item, num_shares, head, merge_rows,
-                    NUM_KV_HEADS, BLOCK_M, BLOCK_D, MERGE_ROWS, MERGE_SHARES,
-                )  # fmt: skip
-                packed = row_block * BLOCK_M + merge_rows
-                merge_offset = (head * GROUP + packed % GROUP) * HEAD_DIM
-                merge_ptrs = out + (query_start + packed // GROUP) * out_stride + merge_offset
-                tl.store(
-                    merge_ptrs[:, None] + feature[None, :],
-                    merged.to(out.dtype.element_ty),
-                    mask=(merge_rows < num_rows)[:, None] & (feature < HEAD_DIM)[None, :],
-                )
+
+
+@triton.jit(do_not_specialize=["batch_size", "share_target", "min_share"])
+def merge_shares_kernel(
+    out: tl.tensor,
+    seq_lens: tl.tensor,
+    query_lens: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    batch_size: tl.tensor,
+    share_target: tl.tensor,
+    min_share: tl.tensor,
+    out_stride: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    MERGE_SHARES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Weighted mean of the shares' outputs. Grid: (NUM_KV_HEADS, new tokens)."""
+    head = tl.program_id(0)
+    token = tl.program_id(1)
+    lanes = tl.arange(0, BATCH_BLOCK)
+    in_batch = lanes < batch_size
+    all_seqs = tl.load(seq_lens + lanes, mask=in_batch, other=0).to(tl.int32)
+    if ONE_QUERY:
+        all_queries = tl.where(in_batch, 1, 0)
+    else:
+        all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
+    all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
+    all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
+    request = tl.sum((tl.cumsum(all_queries, 0) <= token).to(tl.int32), 0)
+    before = lanes < request
+    num_shares = tl.sum(tl.where(lanes == request, all_shares, 0), 0)
+    # Also where there is nothing to merge: whoever comes next relies on the other kernel's end.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # Of padding tokens behind the last request nobody has computed anything.
+    if num_shares <= 1:
+        return
+    query_start = tl.sum(tl.where(before, all_queries, 0), 0)
+    first_item = tl.sum(tl.where(before, all_blocks * all_shares, 0), 0)
+    member = tl.arange(0, GROUP_BLOCK)
+    rows = (token - query_start) * GROUP + member
+    row_item = first_item + rows // BLOCK_M * num_shares
+    feature = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((GROUP_BLOCK, BLOCK_D), tl.float32)
+    total_max = tl.full((GROUP_BLOCK,), NO_VALUE, tl.float32)
+    total_sum = tl.zeros((GROUP_BLOCK,), tl.float32)
+    for first in tl.range(0, num_shares, MERGE_SHARES):
+        share = first + tl.arange(0, MERGE_SHARES)
+        item = (row_item[None, :] + share[:, None]).to(tl.int64)
+        line = (item * NUM_KV_HEADS + head) * BLOCK_M + (rows % BLOCK_M)[None, :]
+        live = (share < num_shares)[:, None] & (member < GROUP)[None, :]
+        lse = tl.load(partial_lse + line, mask=live, other=NO_VALUE)
+        part = tl.load(
+            partial_out + line[:, :, None] * BLOCK_D + feature[None, None, :],
+            mask=live[:, :, None],
+            other=0.0,
+        )
+        new_max = tl.maximum(total_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
+        weights = tl.exp2(lse - safe_max[None, :])
+        fade = tl.exp2(total_max - safe_max)
+        total_sum = total_sum * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total_max = new_max
+    acc = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
+    out_row = out + token.to(tl.int64) * out_stride + (head * GROUP + member) * HEAD_DIM
+    tl.store(
+        out_row[:, None] + feature[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=(member < GROUP)[:, None] & (feature < HEAD_DIM)[None, :],
+    )
