@@ -259,20 +259,28 @@ def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
     elif load.kind == "extend":
         sizes = [(128, 64, 8, 5), (64, 64, 4, 5), (128, 128, 8, 3)]
     elif load.kind == "verify":
-        sizes = [(32, 64, 4, 5), (32, 32, 4, 5), (32, 64, 8, 5), (32, 64, 4, 7)]
+        sizes = [(32, 64, 4, 5), (32, 64, 8, 5), (32, 64, 4, 7)]
     else:
-        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 32, 2, 7), (16, 64, 2, 5)]
+        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 64, 2, 5)]
     if chosen.share_target == 0:
         targets = [0]
     elif load.batch == 1:
-        targets = [16, 33, 49, 66]
+        targets = [16, 33, 66]
     else:
-        targets = [16, 33, 49, 132]
-    return [
+        targets = [16, 33, 49]
+    configs = [
         LaunchConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages, share_target=target)
         for m, n, warps, stages in sizes
         for target in targets
     ]
+    early = [
+        replace(config, early_merge=not chosen.early_merge)
+        for config in (chosen, *configs)
+        if (config.num_warps, config.num_stages) == (chosen.num_warps, chosen.num_stages)
+        and config.block_n == chosen.block_n
+        and config.share_target > 0
+    ]
+    return configs + early
 
 
 def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[Result]:
@@ -404,6 +412,7 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--kinds", nargs="*", help="of decode, verify, extend and ops")
+    parser.add_argument("--batches", nargs="*", type=int, help="batch sizes; all by default")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     torch.manual_seed(0)
@@ -413,6 +422,8 @@ def main() -> int:
     )
     results: list[Result] = []
     for load in SMALL_LOADS if args.small else LOADS:
+        if load.batch not in (args.batches or [load.batch]):
+            continue
         if not args.kinds or load.kind in args.kinds:
             results += bench_load(load, ceilings, args.sweep)
     if not args.kinds or "ops" in args.kinds:

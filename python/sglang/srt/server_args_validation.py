@@ -98,10 +98,10 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
         "attention_backend",
         "this attention backend",
-        (None, "auto", "torch_native", "torch_reference"),
+        (None, "auto", "triton", "torch_native", "torch_reference"),
     ),
-    NotBuilt("prefill_attention_backend", "this attention backend", (None, "torch_native")),
-    NotBuilt("decode_attention_backend", "this attention backend", (None, "torch_native")),
+    NotBuilt("prefill_attention_backend", "another backend for prefill"),
+    NotBuilt("decode_attention_backend", "another backend for decode"),
     NotBuilt("radix_eviction_policy", "this eviction policy", ("lru", "lfu", "slru", "priority")),
 )
 
@@ -191,7 +191,7 @@ def _normalize_device(args: ServerArgsFields) -> None:
         if not envs.SGLANG_ENABLE_OVERLAP_ON_CPU.get():
             args.disable_overlap_schedule = True
     if args.attention_backend in (None, "auto"):
-        args.attention_backend = "torch_native"
+        args.attention_backend = "torch_native" if args.device == "cpu" else "triton"
     if args.num_threads is None and args.device == "cpu":
         args.num_threads = _default_num_threads(args)
 

@@ -16,7 +16,7 @@ class CudaPlatform(Platform):
 
     name = "cuda"
     graph_capture_supported = True
-    default_attention_backend = "torch_native"
+    default_attention_backend = "triton"
     default_dtype = torch.bfloat16
     collective_backend = "nccl"
 

@@ -105,26 +105,23 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
         return LaunchConfig(
             block_m=block_m,
             block_n=32 if wide else 64,
-            num_warps=4,
-            num_stages=3,
-            # One program a multiprocessor and slot where that is enough, else several rounds of
-            # smaller ones, which even out.
-            share_target=_share_target(num_blocks, num_kv_heads, 2 * processors),
+            num_warps=2 if block_m == MIN_ROWS and not wide else 4,
+            num_stages=3 if wide else 5,
+            share_target=_share_target(num_kv_heads, 2 * processors),
         )
     return LaunchConfig(
         block_m=block_m,
         block_n=64,
         num_warps=8,
-        num_stages=3,
+        num_stages=5,
         share_target=0
         if num_blocks >= 4 * processors
-        else _share_target(num_blocks, num_kv_heads, processors),
+        else _share_target(num_kv_heads, 2 * processors),
     )
 
 
-def _share_target(num_blocks: int, num_kv_heads: int, num_programs: int) -> int:
-    rounds = 1 if num_blocks <= num_programs else 8
-    return max(1, rounds * num_programs // num_kv_heads)
+def _share_target(num_kv_heads: int, num_programs: int) -> int:
+    return max(1, num_programs // num_kv_heads)
 
 
 def _max_row_blocks(num_tokens: int, batch_size: int, group: int, block_m: int) -> int:

