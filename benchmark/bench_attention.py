@@ -274,7 +274,7 @@ def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
         for target in targets
     ]
     early = [
-        replace(config, early_merge=not chosen.early_merge)
+        replace(config, early=not chosen.early)
         for config in (chosen, *configs)
         if (config.num_warps, config.num_stages) == (chosen.num_warps, chosen.num_stages)
         and config.block_n == chosen.block_n
@@ -312,7 +312,7 @@ def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[R
         for config in sweep_configs(load, chosen):
             sizes = (config.block_m, config.block_n, config.num_warps, config.num_stages)
             try:
-                early = " early" if config.early_merge else ""
+                early = " early" if config.early else ""
                 add(f"{sizes} /{config.share_target}{early}", batch.actions(config))
             except Exception as error:  # a configuration that does not fit is a result as well
                 logger.warning("%s %s: %s", load, config, str(error)[:100])

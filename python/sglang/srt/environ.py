@@ -123,6 +123,10 @@ class Envs:
         False, "The memory saver also covers graph memory (tag cuda_graph)."
     )
 
+    SGLANG_TORCH_PROFILER_DIR = EnvVar(
+        str, "/tmp", "Where /stop_profile writes traces when the request names no folder."
+    )
+
     # Front
     SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION = _switch(
         True, "/health generates a token; false: it only looks at the server status."

@@ -49,6 +49,7 @@ def _generate(model: str, prompts: list[list[int]], *, batch: int, **args: Any) 
         for start in range(0, len(prompts), batch):
             part = prompts[start : start + batch]
             replies = engine.generate(input_ids=part, sampling_params=params)
+            assert isinstance(replies, list)
             outputs.extend(reply["output_ids"] for reply in replies)
     return outputs
 

@@ -186,6 +186,41 @@ def test_closing_a_stream_ends_the_request(client: openai.OpenAI, server: SmallS
     assert server.num_requests() == 0
 
 
+def test_cancelled_and_timed_out_requests_leave_nothing(server: SmallServer) -> None:
+    endless: dict[str, Any] = {
+        "model": "smol",
+        "max_tokens": 2000,
+        "extra_body": {"ignore_eos": True},
+    }
+
+    async def cancelled(client: openai.AsyncOpenAI, number: int) -> None:
+        stream = await client.completions.create(prompt=f"{number},", stream=True, **endless)
+        async with stream:
+            async for _ in stream:
+                pass
+
+    async def timed_out(client: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            await client.completions.create(prompt="A, B,", n=2, timeout=0.5, **endless)
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=server.url + "/v1", api_key="x", max_retries=0
+        ) as client:
+            streams = [asyncio.create_task(cancelled(client, number)) for number in range(6)]
+            await asyncio.gather(timed_out(client), timed_out(client))
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+
+    asyncio.run(run())
+    deadline = time.monotonic() + 20
+    while server.num_requests() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    load = server.get("/v1/loads").json()["loads"][0]
+    assert load["num_total_reqs"] == 0 and load["num_used_tokens"] == 0
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}

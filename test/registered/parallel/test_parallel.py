@@ -23,7 +23,7 @@ from sglang.test.test_utils import popen_launch_server, terminate_and_kill_proce
 register_cpu_ci(est_time=120, suite="parallel")
 
 PROMPTS = [[3 + (i * 7 + j) % 190 for j in range(5 + 9 * i)] for i in range(6)]
-COMMON = ["--max-total-tokens", 1024, "--random-seed", 1, "--num-threads", 1]
+COMMON: list[str | float] = ["--max-total-tokens", 1024, "--random-seed", 1, "--num-threads", 1]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def _generate(url: str, **fields: Any) -> list[list[int]]:
-    body = {
+    body: dict[str, Any] = {
         "input_ids": PROMPTS,
         "sampling_params": {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True},
         **fields,
@@ -56,7 +56,7 @@ def reference(model) -> list[list[int]]:
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_two_ranks_give_the_same_tokens(model, reference, overlap):
     url = f"http://127.0.0.1:{get_free_port()}"
-    args = [*COMMON, "--tp", 2, "--chunked-prefill-size", 16]
+    args: list[str | float] = [*COMMON, "--tp", 2, "--chunked-prefill-size", 16]
     env = {"SGLANG_ENABLE_OVERLAP_ON_CPU": overlap}
     process = popen_launch_server(str(model), url, 120, other_args=args, env=env)
     try:
@@ -80,7 +80,7 @@ def test_replicas_share_one_port(model, reference):
         assert _generate(url) == reference
         for rank in (0, 1):
             assert _generate(url, routed_dp_rank=rank) == reference
-        body = {"input_ids": [5, 6], "routed_dp_rank": 2}
+        body: dict[str, Any] = {"input_ids": [5, 6], "routed_dp_rank": 2}
         assert requests.post(f"{url}/generate", json=body, timeout=30).status_code == 400
         loads = requests.get(f"{url}/v1/loads", timeout=30).json()["loads"]
         assert sorted(load["dp_rank"] for load in loads) == [0, 1]
@@ -100,7 +100,7 @@ def test_replicas_share_one_port(model, reference):
 def test_two_nodes_on_loopback(model, reference):
     url = f"http://127.0.0.1:{get_free_port()}"
     address = f"127.0.0.1:{get_free_port()}"
-    nodes = [*COMMON, "--tp", 2, "--nnodes", 2, "--dist-init-addr", address]
+    nodes: list[str | float] = [*COMMON, "--tp", 2, "--nnodes", 2, "--dist-init-addr", address]
     command = [sys.executable, "-m", "sglang.cli", "serve", "--model-path", str(model)]
     command += [str(arg) for arg in nodes] + ["--node-rank", "1"]
     second = subprocess.Popen(command, env=os.environ.copy())

@@ -45,7 +45,14 @@ class Stream:
 def server(request, tmp_path_factory):
     model = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
     url = f"http://127.0.0.1:{get_free_port()}"
-    args = ["--max-total-tokens", POOL_TOKENS, "--page-size", 4, "--chunked-prefill-size", 64]
+    args: list[str | float] = [
+        "--max-total-tokens",
+        POOL_TOKENS,
+        "--page-size",
+        4,
+        "--chunked-prefill-size",
+        64,
+    ]
     args += ["--schedule-conservativeness", 0.1, "--random-seed", 1, "--num-threads", 1]
     env = {"SGLANG_ENABLE_OVERLAP_ON_CPU": request.param}
     process = popen_launch_server(str(model), url, 120, other_args=args, env=env)

@@ -7,6 +7,7 @@ tokens, exactly once, and an idle scheduler must have every slot and row account
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,10 @@ from sglang.srt.managers.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     GetLoadsReqInput,
+    GetLoadsReqOutput,
     PauseGenerationReqInput,
     PingReqInput,
+    ProfileReqInput,
     UpdateWeightVersionReqInput,
 )
 from sglang.test.fakes.fake_worker import oracle
@@ -39,6 +42,12 @@ def _prompts(count: int, seed: int = 0, max_len: int = 40) -> list[list[int]]:
 def _expected(prompt: list[int], max_new: int) -> list[int]:
     tokens = oracle(prompt, max_new)
     return tokens[: tokens.index(0) + 1] if 0 in tokens else tokens
+
+
+def _end(harness: SchedulerHarness, rid: str) -> dict[str, Any]:
+    finish = harness.finish(rid)
+    assert finish is not None, f"{rid} has not ended"
+    return finish
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -165,7 +174,7 @@ def test_abort_all_and_prefix():
     harness.step(3)
     harness.send(AbortReq(rid="x_"))
     harness.step()
-    assert harness.finish("x_0")["type"] == "abort" and harness.finish("x_1")["type"] == "abort"
+    assert _end(harness, "x_0")["type"] == "abort" and _end(harness, "x_1")["type"] == "abort"
     harness.step(3)
     assert harness.finish("y_0") is None
     harness.send(AbortReq(rid=""))  # names nobody
@@ -173,7 +182,7 @@ def test_abort_all_and_prefix():
     assert harness.finish("y_0") is None
     harness.send(AbortReq(abort_all=True, abort_message="stop it"))
     harness.run_until_idle()
-    assert harness.finish("y_0")["message"] == "stop it"
+    assert _end(harness, "y_0")["message"] == "stop it"
 
 
 def test_queue_limit_and_priority():
@@ -184,11 +193,11 @@ def test_queue_limit_and_priority():
     harness.generate("b", [3], 4, priority=1)
     harness.generate("low", [4], 4, priority=0)
     harness.step()
-    assert harness.finish("low")["status_code"] == 503
-    assert harness.finish("low")["message"] == "The request queue is full."
+    assert _end(harness, "low")["status_code"] == 503
+    assert _end(harness, "low")["message"] == "The request queue is full."
     harness.generate("high", [5], 4, priority=9)
     harness.step()
-    assert harness.finish("b")["status_code"] == 503
+    assert _end(harness, "b")["status_code"] == 503
     harness.run_until_idle()
     assert harness.tokens("high") == _expected([5], 4)
 
@@ -283,7 +292,7 @@ def test_abort_while_paused_in_place_returns_at_once():
     harness.step()
     harness.send(AbortReq(abort_all=True))
     harness.step()
-    assert harness.finish("r")["type"] == "abort"
+    assert _end(harness, "r")["type"] == "abort"
     harness.send(ContinueGenerationReqInput(control_id="c"))
     harness.run_until_idle()
 
@@ -306,7 +315,7 @@ def test_health_probe_when_busy_and_idle():
     harness = SchedulerHarness()
     harness.generate("h1", [0], 1, is_health_check=True)
     harness.run_until_idle()
-    assert harness.finish("h1")["type"] != "abort"
+    assert _end(harness, "h1")["type"] != "abort"
     assert harness.tree.total_size() == 0
     harness.generate("r", [1, 2, 3], 20, ignore_eos=True)
     harness.step(2)
@@ -323,7 +332,9 @@ def test_loads_report():
     harness.step(2)
     harness.send(GetLoadsReqInput(control_id="l"))
     harness.step()
-    load = harness.replies[-1].load
+    reply = harness.replies[-1]
+    assert isinstance(reply, GetLoadsReqOutput)
+    load = reply.load
     assert load["num_running_reqs"] == 1 and load["num_waiting_reqs"] == 2
     assert load["num_total_reqs"] == 3
     harness.run_until_idle()
@@ -357,3 +368,19 @@ def test_oracle_notices_a_wrong_slot():
     harness.generate("b", prompt, 4, ignore_eos=True)
     harness.run_until_idle()
     assert harness.tokens("b") != oracle(prompt, 4)
+
+
+def test_profile_writes_a_trace_or_says_why_not(tmp_path):
+    harness = SchedulerHarness()
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    for folder, success in ((tmp_path / "traces", True), (file, False)):
+        harness.send(ProfileReqInput(control_id="go", output_dir=str(folder), activities=["CPU"]))
+        harness.step()
+        assert harness.replies[-1].success
+        harness.generate(f"r{success}", [1, 2, 3], 3)
+        harness.run_until_idle()
+        harness.send(ProfileReqInput(control_id="stop", start=False))
+        harness.step()
+        assert harness.replies[-1].success == success, harness.replies[-1].message
+    assert list((tmp_path / "traces").glob("*.trace.json.gz"))

@@ -54,12 +54,16 @@ def _tokens(runner: ModelRunner) -> list[list[int]]:
     return [harness.tokens(f"r{index}") for index in range(len(PROMPTS))]
 
 
+def _fast(runner: ModelRunner) -> CpuDecodeRunner:
+    assert isinstance(runner.decode_runner, CpuDecodeRunner)
+    return runner.decode_runner
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_same_tokens_as_module_by_module(tmp_path, family):
     runner = _runner(make_tiny_checkpoint(tmp_path, family))
-    assert isinstance(runner.decode_runner, CpuDecodeRunner)
     fast = _tokens(runner)
-    assert runner.decode_runner.num_steps > 0
+    assert _fast(runner).num_steps > 0
     runner.decode_runner = None
     assert _tokens(runner) == fast
 
@@ -73,12 +77,12 @@ def test_a_model_with_experts_goes_module_by_module(tmp_path):
 
 def test_auto_compresses_what_loses_nothing(tmp_path):
     exact = _runner(make_tiny_checkpoint(tmp_path / "bf16", dtype=torch.bfloat16))
-    assert len(exact.decode_runner._compressed) > 0
+    assert len(_fast(exact)._compressed) > 0
     plain = _runner(tmp_path / "bf16", "fp32")
-    assert plain.decode_runner._compressed == []
+    assert _fast(plain)._compressed == []
     assert _tokens(exact) == _tokens(plain)
     inexact = _runner(make_tiny_checkpoint(tmp_path / "fp32"))
-    assert inexact.decode_runner._compressed == []
+    assert _fast(inexact)._compressed == []
 
 
 def test_copies_follow_the_weights(tmp_path):
@@ -89,7 +93,7 @@ def test_copies_follow_the_weights(tmp_path):
             if parameter.ndim == 2:
                 parameter.add_(torch.randn_like(parameter) * 0.5)
     stale = _tokens(runner)
-    runner.decode_runner.weights_changed()
+    _fast(runner).weights_changed()
     fresh = _tokens(runner)
     # Negative control: without the call the copies are those of the old weights.
     assert fresh != stale and fresh != before

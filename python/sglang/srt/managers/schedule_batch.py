@@ -38,7 +38,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode, LogprobReq
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-
 # `max_new_tokens` of a request that may go on to the end of its context.
 NO_LIMIT = 1 << 30
 
@@ -163,9 +162,7 @@ class Req:
         self.kv_allocated_len = 0
 
         # Output tokens allowed; the scheduler caps it by context and pool at admission.
-        self.max_new_tokens = (
-            NO_LIMIT if params.max_new_tokens is None else params.max_new_tokens
-        )
+        self.max_new_tokens = NO_LIMIT if params.max_new_tokens is None else params.max_new_tokens
 
         # Progress; `status` by set_status only.
         self.status = ReqStatus.WAITING

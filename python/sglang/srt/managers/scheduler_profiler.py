@@ -6,7 +6,6 @@ Writes one Chrome trace per rank. Scheduler thread only.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class SchedulerProfiler:
             return self._arm(recv)
         if self._request is None:
             return False, "Profiling is not in progress. Call /start_profile first."
-        return True, self._stop()
+        return self._stop()
 
     def on_step(self, mode: ForwardMode) -> None:
         """Called before each step: begins and ends a profile that was asked for by step number."""
@@ -78,18 +77,26 @@ class SchedulerProfiler:
         self._stop_at = None if recv.num_steps is None else self._step + recv.num_steps
         logger.info("Profiling started at step %d", self._step)
 
-    def _stop(self) -> str:
+    def _stop(self) -> tuple[bool, str]:
+        """End the profile and write it; a folder that cannot be written is the client's fault."""
         recv, profiler = self._request, self._profiler
         self._request = self._profiler = self._stop_at = None
         if recv is None or profiler is None:
-            return "Profiling stopped before its first step."
+            return True, "Profiling stopped before its first step."
         profiler.stop()
-        default = envs.SGLANG_TORCH_PROFILER_DIR.get() or tempfile.gettempdir()
-        folder = Path(recv.output_dir or default)
+        try:
+            path = self._export(recv, profiler)
+        except (OSError, RuntimeError) as error:
+            logger.warning("The profile could not be written: %s", error)
+            return False, f"The profile could not be written: {error}"
+        logger.info("Profile written to %s", path)
+        return True, f"Profile written to {path}."
+
+    def _export(self, recv: ProfileReqInput, profiler: Any) -> Path:
+        folder = Path(recv.output_dir or envs.SGLANG_TORCH_PROFILER_DIR.get())
         folder.mkdir(parents=True, exist_ok=True)
         prefix = f"{recv.profile_prefix}-" if recv.profile_prefix else ""
         stamp = recv.profile_id or str(time.time())
         path = folder / f"{prefix}{stamp}-{self._rank_name}.trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        logger.info("Profile written to %s", path)
-        return f"Profile written to {path}."
+        return path

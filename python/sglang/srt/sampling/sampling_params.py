@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
-from re import _parser as re_parser  # type: ignore[attr-defined]
+from re import _parser as re_parser
 from typing import Any
 
 import regex

@@ -298,7 +298,7 @@ pointers = dict(
 sizes = dict(
     NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
     WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, PRECISION="tf32",
-    MASKED_STAGES=5, PDL=False,
+    MASKED_STAGES=5, PDL=True,
 )
 names = paged_attention_kernel.arg_names
 signature = {

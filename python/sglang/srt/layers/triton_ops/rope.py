@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.device import supports_early_launch
+
 _HEADS_PER_PROGRAM = 4
 
 
@@ -49,8 +51,12 @@ def _rope_kernel(
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
     STORE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Grid: (tokens, blocks of q heads, then of k heads, then of v heads if STORE)."""
+    if EARLY:
+        # The attention kernel that follows waits for the end of this one where it has to.
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = (num_heads + HEADS - 1) // HEADS
@@ -157,5 +163,6 @@ def rope_in_place(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=_HEADS_PER_PROGRAM,
         STORE=store is not None,
+        EARLY=supports_early_launch(q.device),
         num_warps=2,
     )

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.device import supports_early_launch
+
 
 @triton.jit(do_not_specialize=["width"])
 def _store_kv_kernel(
@@ -23,7 +25,11 @@ def _store_kv_kernel(
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        # The attention kernel that follows waits for the end of this one where it has to.
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -67,5 +73,6 @@ def store_kv(
         key_buffer.stride(0),
         value_buffer.stride(0),
         BLOCK=block,
+        EARLY=supports_early_launch(k.device),
         num_warps=4,
     )

@@ -6,7 +6,6 @@ from one stream at a time. Nothing here reads a device tensor, so every call can
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -17,13 +16,14 @@ from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import (
     merge_shares_kernel,
     paged_attention_kernel,
 )
+from sglang.srt.layers.triton_ops.device import num_multiprocessors, supports_early_launch
 
 MAX_HEAD_DIM = 256
 # The matrix unit's smallest tile has this many rows.
 MIN_ROWS = 16
 MAX_BATCH_SIZE = 4096
 # Fewer keys than this are not worth a program of their own.
-MIN_KEYS_PER_SHARE = 128
+MIN_KEYS_PER_SHARE = 64
 # Elements of the shares' outputs that a merging program holds at once.
 _MERGE_ELEMENTS = 8192
 
@@ -38,8 +38,9 @@ class LaunchConfig:
     num_stages: int
     # Aim of key shares over all row blocks of one KV head; 0: every row block is one program.
     share_target: int
-    # Start the merging kernel while the last programs are still at work (programmatic launch).
-    early_merge: bool = False
+    # Launch while the kernel before is still at work, and the merging kernel likewise. Lengths and
+    # table must be older than the kernel before. Hopper and later.
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,6 @@ class Workspace:
         return self._memory[-1], self._memory[-1][num_rows * block_d :]
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; a small number where the interpreter stands in for it."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     """Block sizes for a launch, from shapes alone."""
     num_tokens, num_heads, head_dim = inputs.queries.shape
@@ -101,22 +94,24 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     wide = head_dim > 128 or inputs.queries.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(mean_rows), MIN_ROWS), 64 if wide else 128)
     num_blocks = _max_row_blocks(num_tokens, batch_size, group, block_m) * num_kv_heads
-    if block_m <= 64:
-        return LaunchConfig(
-            block_m=block_m,
-            block_n=32 if wide else 64,
-            num_warps=2 if block_m == MIN_ROWS and not wide else 4,
-            num_stages=3 if wide else 5,
-            share_target=_share_target(num_kv_heads, 2 * processors),
-        )
+    share_target = _share_target(num_kv_heads, 2 * processors)
+    num_warps, num_stages, block_n = 8, 5, 64
+    if wide:
+        num_warps, num_stages, block_n = 4, 3, 32
+    elif block_m == MIN_ROWS:
+        # Few programs: let each have more in flight. Many: more warps to hide latencies.
+        num_warps, block_n = (2, 64) if num_blocks <= 2 * processors else (4, 32)
+    elif block_m <= 64:
+        num_warps = 4
+    elif num_blocks >= 4 * processors:
+        share_target = 0
     return LaunchConfig(
         block_m=block_m,
-        block_n=64,
-        num_warps=8,
-        num_stages=5,
-        share_target=0
-        if num_blocks >= 4 * processors
-        else _share_target(num_kv_heads, 2 * processors),
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        share_target=share_target,
+        early=supports_early_launch(inputs.queries.device),
     )
 
 
@@ -174,8 +169,9 @@ def _launch(
         "BATCH_BLOCK": _batch_block(batch_size),
         "WINDOW": inputs.window or 0,
         "ONE_QUERY": inputs.query_lens is None,
-        "PDL": config.early_merge,
+        "PDL": config.early,
     }
+    early = {"launch_pdl": True} if config.early else {}
     pipelined_tail = inputs.query_lens is None or inputs.window
     paged_attention_kernel[(num_kv_heads, num_items)](
         queries,
@@ -206,6 +202,7 @@ def _launch(
         MASKED_STAGES=config.num_stages if pipelined_tail else 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **early,
         **sizes,
     )
     if not shared:
@@ -224,7 +221,7 @@ def _launch(
         GROUP_BLOCK=group_block,
         MERGE_SHARES=max(1, _MERGE_ELEMENTS // (group_block * block_d)),
         num_warps=4,
-        **({"launch_pdl": True} if config.early_merge else {}),
+        **early,
         **sizes,
     )
 

@@ -43,23 +43,19 @@ def _attend(
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """One block of keys. Lines of the request's tree mask start at `tree_mask + mask_lines`."""
     feature = tl.arange(0, BLOCK_D)
-    if MASKED:
-        slots = tl.load(table_row + key_pos, mask=key_pos < end, other=0).to(tl.int64)
-    else:
-        slots = tl.load(table_row + key_pos).to(tl.int64)
+    # Behind the end the last key is loaded again: cheaper than masked loads, and never a NaN, which
+    # would get through a weight of zero.
+    read_pos = tl.minimum(key_pos, end - 1) if MASKED else key_pos
+    slots = tl.load(table_row + read_pos).to(tl.int64)
     key_ptrs = key_base + slots[:, None] * key_stride + feature[None, :]
     value_ptrs = value_base + slots[:, None] * value_stride + feature[None, :]
-    # What lies behind the end may hold anything; a NaN would get through a weight of zero.
-    if MASKED:
-        inside = (key_pos < end)[:, None] & (feature < HEAD_DIM)[None, :]
-        keys = tl.load(key_ptrs, mask=inside, other=0.0).to(query.dtype)
-        values = tl.load(value_ptrs, mask=inside, other=0.0).to(query.dtype)
-    elif HEAD_DIM == BLOCK_D:
+    if HEAD_DIM == BLOCK_D:
         keys = tl.load(key_ptrs).to(query.dtype)
         values = tl.load(value_ptrs).to(query.dtype)
     else:
@@ -73,14 +69,15 @@ def _attend(
             bits = tree_mask + (mask_lines[:, None] + key_pos[None, :])
             seen = tl.load(bits, mask=is_new[None, :], other=1)
             visible = visible & (seen != 0)
-        else:
+        elif not ONE_QUERY:
             visible = visible & (key_pos[None, :] <= query_pos[:, None])
-        if WINDOW > 0:
+        # The only query of a decode step sees all keys of its range, which the window bounds.
+        if WINDOW > 0 and not ONE_QUERY:
             visible = visible & (query_pos[:, None] - key_pos[None, :] < WINDOW)
         scores = tl.where(visible, scores, NO_VALUE)
     # Scores stay unscaled; the scale (with log2 e, for exp2) goes into one multiply-add.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-    if MASKED:
+    if MASKED and not ONE_QUERY:
         safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
     else:
         safe_max = new_max
@@ -191,6 +188,10 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP
     row_live = token < num_queries
+    # What came before is needed from here on: the kernel before this one wrote queries and keys, the
+    # lengths and the table are older.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     feature = tl.arange(0, BLOCK_D)
     row_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
     in_row = row_live[:, None] & (feature < HEAD_DIM)[None, :]
@@ -240,7 +241,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
                 query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
                 tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
                 scale_log2,
-                HEAD_DIM, BLOCK_D, WINDOW, TREE, False, PRECISION,
+                HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, False, PRECISION,
             )  # fmt: skip
         masked_start = plain_end
     for position in tl.range(masked_start, end, BLOCK_N, num_stages=MASKED_STAGES):
@@ -248,7 +249,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
             tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
             scale_log2,
-            HEAD_DIM, BLOCK_D, WINDOW, TREE, True, PRECISION,
+            HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, True, PRECISION,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
