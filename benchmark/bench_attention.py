@@ -31,6 +31,7 @@ from sglang.test.triton_interpreter import use_interpreter
 if not torch.cuda.is_available():
     use_interpreter()
 
+from sglang.srt.layers.attention.triton_ops import dense_prefill  # noqa: E402
 from sglang.srt.layers.attention.triton_ops.paged_attention import (  # noqa: E402
     LaunchConfig,
     PagedAttentionInputs,
@@ -38,10 +39,9 @@ from sglang.srt.layers.attention.triton_ops.paged_attention import (  # noqa: E4
     choose_config,
     paged_attention,
 )
-from sglang.srt.layers.dispatch import TorchOps  # noqa: E402
+from sglang.srt.layers.dispatch import KVDestination, TorchOps  # noqa: E402
 from sglang.srt.layers.triton_ops.argmax import argmax_rows  # noqa: E402
 from sglang.srt.layers.triton_ops.cuda_ops import CudaOps  # noqa: E402
-from sglang.srt.layers.triton_ops.rope import KVDestination  # noqa: E402
 
 logger = logging.getLogger("bench_attention")
 
@@ -89,7 +89,7 @@ class Result:
 
 LOADS = [
     *(
-        Load(kind="decode", batch=batch, new=1, prefix=context - 1)
+        Load(kind="decode", batch=batch, new=1, prefix=context + 16)
         for batch, context in (
             (1, 512),
             (1, 8192),
@@ -104,9 +104,9 @@ LOADS = [
             (256, 2048),
         )
     ),
-    Load(kind="verify", batch=1, new=8, prefix=512),
-    Load(kind="verify", batch=1, new=8, prefix=32768),
-    Load(kind="verify", batch=64, new=8, prefix=2048),
+    Load(kind="verify", batch=1, new=8, prefix=529),
+    Load(kind="verify", batch=1, new=8, prefix=32785),
+    Load(kind="verify", batch=64, new=8, prefix=2065),
     Load(kind="extend", batch=1, new=8192, prefix=0),
     Load(kind="extend", batch=16, new=2048, prefix=0),
     Load(kind="extend", batch=1, new=2048, prefix=30720),
@@ -210,27 +210,26 @@ class Batch:
 
         return [one(keys, values) for keys, values in self.pools]
 
+    def dense_actions(self) -> list[Action]:
+        """What the backend does with long prompts without prefix."""
+        keys, values = self.pools[0]
+        new = self.load.new
+
+        def all_prompts() -> None:
+            for start in range(0, self.load.batch * new, new):
+                rows = slice(start, start + new)
+                slots = slice(start + 1, start + 1 + new)
+                dense_prefill.dense_causal_attention(
+                    self.queries[rows], keys[slots], values[slots], self.inputs.scaling
+                )
+
+        return [all_prompts] * 2
+
     def torch_variants(self) -> dict[str, list[Action]]:
         """PyTorch's kernels over contiguous keys; what gathering them costs is not counted."""
         load = self.load
         seq_len = load.prefix + load.new
-        q = self.queries.view(load.batch, load.new, HEADS, HEAD_DIM).transpose(1, 2)
-        keys, values = (
-            part[1:].view(load.batch, seq_len, KV_HEADS, HEAD_DIM).transpose(1, 2)
-            for part in self.pools[0]
-        )
-        backends = torch.nn.attention.SDPBackend
         variants: dict[str, list[Action]] = {}
-        if load.prefix == 0:
-            for backend in (backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION):
-
-                def sdpa(backend: torch.nn.attention.SDPBackend = backend) -> torch.Tensor:
-                    with torch.nn.attention.sdpa_kernel(backend):
-                        return torch.nn.functional.scaled_dot_product_attention(
-                            q, keys, values, is_causal=True, enable_gqa=True
-                        )
-
-                variants[f"torch {backend.name}"] = [sdpa] * 2
         lengths = torch.arange(load.batch + 1, device=DEVICE, dtype=torch.int32)
 
         def flash() -> torch.Tensor:
@@ -259,28 +258,29 @@ def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
     elif load.kind == "extend":
         sizes = [(128, 64, 8, 5), (64, 64, 4, 5), (128, 128, 8, 3)]
     elif load.kind == "verify":
-        sizes = [(32, 64, 4, 5), (32, 64, 8, 5), (32, 64, 4, 7)]
+        sizes = [(32, 64, 4, 5), (32, 128, 8, 5), (32, 128, 4, 5), (32, 64, 4, 3)]
     else:
-        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 64, 2, 5)]
+        sizes = [(16, 64, 4, 3), (16, 64, 4, 5), (16, 32, 4, 5), (16, 64, 2, 5), (16, 128, 4, 5)]
     if chosen.share_target == 0:
         targets = [0]
     elif load.batch == 1:
         targets = [16, 33, 66]
     else:
         targets = [16, 33, 49]
-    configs = [
-        LaunchConfig(block_m=m, block_n=n, num_warps=warps, num_stages=stages, share_target=target)
+    return [
+        LaunchConfig(
+            block_m=m,
+            block_n=n,
+            num_warps=warps,
+            num_stages=stages,
+            share_target=target,
+            early=chosen.early,
+            one_loop=one_loop,
+        )
+        for one_loop in ((True, False) if load.kind == "decode" else (True,))
         for m, n, warps, stages in sizes
         for target in targets
     ]
-    early = [
-        replace(config, early=not chosen.early)
-        for config in (chosen, *configs)
-        if (config.num_warps, config.num_stages) == (chosen.num_warps, chosen.num_stages)
-        and config.block_n == chosen.block_n
-        and config.share_target > 0
-    ]
-    return configs + early
 
 
 def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[Result]:
@@ -308,12 +308,14 @@ def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[R
 
     chosen = choose_config(batch.inputs)
     add("chosen", batch.actions(None))
+    if HAS_CUDA and load.prefix == 0 and load.new % dense_prefill.DENSE_UNIT == 0:
+        add("chosen, dense", batch.dense_actions())
     if sweep:
         for config in sweep_configs(load, chosen):
             sizes = (config.block_m, config.block_n, config.num_warps, config.num_stages)
+            loops = "" if config.one_loop else " two loops"
             try:
-                early = " early" if config.early else ""
-                add(f"{sizes} /{config.share_target}{early}", batch.actions(config))
+                add(f"{sizes} /{config.share_target}{loops}", batch.actions(config))
             except Exception as error:  # a configuration that does not fit is a result as well
                 logger.warning("%s %s: %s", load, config, str(error)[:100])
         if load.kind == "extend":
@@ -325,68 +327,58 @@ def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[R
     return results
 
 
-def bench_ops(small: bool) -> list[Result]:
-    """Elementwise operations: `rate` is GB/s of what has to be read and written."""
+def op_pairs(rows: int, small: bool) -> dict[str, tuple[int, Action, Action]]:
+    """Name -> (bytes to read and write, our operation, PyTorch's)."""
     hidden, inter, vocab = (64, 96, 300) if small else (4096, 14336, 128256)
-    ours, torch_ops = CudaOps(), TorchOps()
+    ours, reference = CudaOps(), TorchOps()
+    x, residual = torch.randn(2, rows, hidden, device=DEVICE).to(DTYPE)
+    weight = torch.ones(hidden, device=DEVICE, dtype=DTYPE)
+    gate_up = torch.randn(rows, 2 * inter, device=DEVICE).to(DTYPE)
+    sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+    qkv = torch.randn(rows, sum(sizes), device=DEVICE).to(DTYPE)
+    q, k, v = qkv.split(sizes, dim=-1)
+    positions = torch.arange(rows, device=DEVICE)
+    table = torch.randn(rows, HEAD_DIM, device=DEVICE)
+    buffers = torch.zeros(2, rows + 1, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)
+    to = KVDestination(slots=positions + 1, key_buffer=buffers[0], value_buffer=buffers[1])
+    logits = torch.randn(min(rows, 256), vocab, device=DEVICE)
+
+    def reference_rope() -> None:
+        rotated = reference.apply_rope(q, k, positions, table, HEAD_DIM)[1]
+        to.key_buffer[to.slots] = rotated.unflatten(-1, (-1, HEAD_DIM))
+        to.value_buffer[to.slots] = v.unflatten(-1, (-1, HEAD_DIM))
+
+    return {
+        "add_rms_norm": (
+            4 * x.nbytes,
+            lambda: ours.add_rms_norm(x, residual, weight, 1e-5),
+            lambda: reference.add_rms_norm(x, residual, weight, 1e-5),
+        ),
+        "silu_and_mul": (
+            gate_up.nbytes * 3 // 2,
+            lambda: ours.silu_and_mul(gate_up),
+            lambda: reference.silu_and_mul(gate_up),
+        ),
+        "rope_and_store": (
+            2 * qkv.nbytes,
+            lambda: ours.rope_and_store(q, k, v, positions, table, HEAD_DIM, to),
+            reference_rope,
+        ),
+        "argmax": (logits.nbytes, lambda: argmax_rows(logits), lambda: logits.argmax(-1)),
+    }
+
+
+def bench_ops(small: bool) -> list[Result]:
+    """Elementwise operations: `rate` is GB/s, `share` our time over PyTorch's."""
     results = []
     for rows in (1, 3) if small else (1, 64, 8192):
-        x, residual = torch.randn(2, rows, hidden, device=DEVICE).to(DTYPE)
-        weight = torch.ones(hidden, device=DEVICE, dtype=DTYPE)
-        gate_up = torch.randn(rows, 2 * inter, device=DEVICE).to(DTYPE)
-        sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
-        qkv = torch.randn(rows, sum(sizes), device=DEVICE).to(DTYPE)
-        q, k, v = qkv.split(sizes, dim=-1)
-        positions = torch.arange(rows, device=DEVICE)
-        table = torch.randn(rows, HEAD_DIM, device=DEVICE)
-        buffers = torch.zeros(2, rows + 1, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)
-        to = KVDestination(slots=positions + 1, key_buffer=buffers[0], value_buffer=buffers[1])
-
-        def torch_rope(
-            q: torch.Tensor = q,
-            k: torch.Tensor = k,
-            v: torch.Tensor = v,
-            positions: torch.Tensor = positions,
-            table: torch.Tensor = table,
-            to: KVDestination = to,
-        ) -> None:
-            rotated = torch_ops.apply_rope(q, k, positions, table, HEAD_DIM)[1]
-            to.key_buffer[to.slots] = rotated.unflatten(-1, (-1, HEAD_DIM))
-            to.value_buffer[to.slots] = v.unflatten(-1, (-1, HEAD_DIM))
-
-        pairs: dict[str, tuple[int, Action, Action]] = {
-            "add_rms_norm": (
-                4 * x.nbytes,
-                lambda: ours.add_rms_norm(x, residual, weight, 1e-5),
-                lambda: torch_ops.add_rms_norm(x, residual, weight, 1e-5),
-            ),
-            "silu_and_mul": (
-                gate_up.nbytes * 3 // 2,
-                lambda: ours.silu_and_mul(gate_up),
-                lambda: torch_ops.silu_and_mul(gate_up),
-            ),
-            "rope_and_store": (
-                2 * qkv.nbytes,
-                lambda: ours.rope_and_store(q, k, v, positions, table, HEAD_DIM, to),
-                torch_rope,
-            ),
-        }
-        if rows < 1000:
-            logits = torch.randn(rows, vocab, device=DEVICE)
-            pairs["argmax"] = (
-                logits.nbytes,
-                lambda: argmax_rows(logits),
-                lambda: logits.argmax(-1),
-            )
-        for name, (num_bytes, own, reference) in pairs.items():
-            own_s, reference_s = (
-                seconds_per_call([own] * 5, 10),
-                seconds_per_call([reference] * 5, 10),
-            )
+        for name, (num_bytes, own, reference) in op_pairs(rows, small).items():
+            own_s = seconds_per_call([own] * 5, 10)
+            reference_s = seconds_per_call([reference] * 5, 10)
             results.append(
                 Result(
                     kind=name,
-                    variant=f"torch: {reference_s * 1e6:.1f} us",
+                    variant=f"PyTorch: {reference_s * 1e6:.1f} us",
                     batch=rows,
                     new=1,
                     prefix=0,

@@ -35,7 +35,8 @@ check() { # name, command
 check "ruff check" "$PY" -m ruff check "${FOLDERS[@]}"
 check "ruff format" "$PY" -m ruff format --check "${FOLDERS[@]}"
 check "mypy" "$PY" -m mypy "${FOLDERS[@]}"
-check "pytest" "$PY" -m pytest
+check "unit tests" "$PY" -m pytest -n 2 test/unit
+check "registered tests" "$PY" -m pytest test/registered
 if [ ${#FAILED[@]} -gt 0 ]; then
   printf '[hispec] failed: %s\n' "${FAILED[@]}" >&2
   exit 1

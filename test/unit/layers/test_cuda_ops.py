@@ -10,10 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang.srt.layers.dispatch import TorchOps, select_ops
+from sglang.srt.layers.dispatch import KVDestination, TorchOps, select_ops
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
-from sglang.srt.layers.triton_ops.rope import KVDestination
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 
 HAS_CUDA = torch.cuda.is_available()
@@ -102,6 +101,11 @@ def test_rope_and_store(heads: tuple[int, int], rotary_dim: int, dtype: torch.dt
         close(got, wanted)
     assert torch.equal(buffers[0, slots].flatten(1), pair[1])
     assert torch.equal(buffers[1, slots].flatten(1), v)
+    reference = torch.zeros_like(buffers)
+    destination = KVDestination(slots=slots, key_buffer=reference[0], value_buffer=reference[1])
+    q, k, v = fused.clone().split(sizes, dim=-1)
+    TORCH.rope_and_store(q, k, v, positions, table, head_dim, destination)
+    close(buffers[:, slots], reference[:, slots])
     untouched = [slot for slot in range(11) if slot not in slots.tolist()]
     assert buffers[:, untouched].isnan().all()
 
@@ -127,6 +131,7 @@ def test_argmax_takes_the_first_of_equals(width: int) -> None:
     assert got.dtype == torch.int64
     assert got.tolist() == x.argmax(-1).tolist()
     assert got.tolist()[1:] == [0, width // 2]
+    assert OURS.argmax(torch.full_like(x, float("nan"))).max() < width
 
 
 @pytest.mark.cuda

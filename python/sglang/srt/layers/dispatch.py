@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch.nn import functional
 
 from sglang.srt.layers.cpu import ops as cpu_ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVDestination:
+    """Where new keys and values go: rows `slots` int64 [n] of [slots, kv_heads, head_dim].
+
+    The buffers may be of another float type; values are cast.
+    """
+
+    slots: torch.Tensor
+    key_buffer: torch.Tensor
+    value_buffer: torch.Tensor
 
 
 class Ops(Protocol):
@@ -59,6 +72,26 @@ class Ops(Protocol):
         """
         ...
 
+    def rope_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+        destination: KVDestination,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`apply_rope`, and the rotated keys and v [n, kv_heads * head_dim] to the pool."""
+        ...
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """Index of the largest entry of every row, [n, width] -> int64 [n]; the first of equals.
+
+        Some index within the row where it holds NaN.
+        """
+        ...
+
 
 class TorchOps:
     """Plain PyTorch, any device and dtype. The reference for every other set."""
@@ -100,6 +133,23 @@ class TorchOps:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [n, 1, rotary_dim / 2]
         return _rotate(q, cos, sin, head_dim), _rotate(k, cos, sin, head_dim)
 
+    def rope_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+        destination: KVDestination,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = self.apply_rope(q, k, positions, cos_sin, head_dim)
+        _store(k, v, destination)
+        return q, k
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argmax(-1)
+
 
 class CpuFloat32Ops:
     """Float32 on the CPU, through `layers.cpu.ops` (own kernels where they could be built)."""
@@ -134,6 +184,23 @@ class CpuFloat32Ops:
         cpu_ops.rotary(positions, q, k, cos_sin, head_dim)
         return q, k
 
+    def rope_and_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        head_dim: int,
+        destination: KVDestination,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = self.apply_rope(q, k, positions, cos_sin, head_dim)
+        _store(k, v, destination)
+        return q, k
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argmax(-1)
+
 
 _TORCH_OPS = TorchOps()
 _CPU_FLOAT32_OPS = CpuFloat32Ops()
@@ -158,6 +225,12 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 def default_ops() -> Ops:
     """The operations for a layer that is being created on the default device and dtype."""
     return select_ops(torch.get_default_device(), torch.get_default_dtype())
+
+
+def _store(k: torch.Tensor, v: torch.Tensor, destination: KVDestination) -> None:
+    head_shape = destination.key_buffer.shape[1:]
+    for rows, buffer in ((k, destination.key_buffer), (v, destination.value_buffer)):
+        buffer[destination.slots] = rows.unflatten(-1, head_shape).to(buffer.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_dim: int) -> torch.Tensor:

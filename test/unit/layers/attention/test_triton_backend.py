@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
+from sglang.srt.layers.attention.triton_ops.dense_prefill import make_plan
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -228,14 +229,20 @@ def test_tiny_batches_equal_the_reference(name: str) -> None:
     check(TINY[name])
 
 
+@pytest.mark.parametrize("one_loop", [False, True])
 @pytest.mark.parametrize("share_target", [0, 1, 5, 40])
 @pytest.mark.parametrize("name", ["decode", "verify-tree", "extend-window"])
 def test_sharing_the_keys_changes_nothing(
-    name: str, share_target: int, monkeypatch: pytest.MonkeyPatch
+    name: str, share_target: int, one_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choose(inputs: launcher.PagedAttentionInputs) -> launcher.LaunchConfig:
         return launcher.LaunchConfig(
-            block_m=16, block_n=16, num_warps=4, num_stages=2, share_target=share_target
+            block_m=16,
+            block_n=16,
+            num_warps=4,
+            num_stages=2,
+            share_target=share_target,
+            one_loop=one_loop,
         )
 
     monkeypatch.setattr(launcher, "choose_config", choose)
@@ -284,6 +291,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         backend.forward(case.q[:, :32], None, None, layer, batch)
 
 
+def test_long_prompts_without_prefix_are_divided() -> None:
+    device = torch.device("cpu")
+    assert make_plan([0, 5], [1023, 4000], device) is None
+    plan = make_plan([0, 7, 0], [1030, 2, 2048], device)
+    assert plan is not None and plan.rest_tokens is not None and plan.rest_lens is not None
+    assert [(span.start, span.length) for span in plan.spans] == [(0, 1024), (1032, 2048)]
+    assert plan.rest_tokens.tolist() == [*range(1024, 1030), 1030, 1031]
+    assert plan.rest_lens.tolist() == [6, 2, 0]
+    whole = make_plan([0], [2048], device)
+    assert whole is not None and whole.rest_tokens is None
+
+
 _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -298,7 +317,7 @@ pointers = dict(
 sizes = dict(
     NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
     WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, PRECISION="tf32",
-    MASKED_STAGES=5, PDL=True,
+    ONE_LOOP=True, MASKED_STAGES=5, PDL=True,
 )
 names = paged_attention_kernel.arg_names
 signature = {
@@ -344,6 +363,8 @@ LARGE = {
     "decode-80": Shape([700, 100], [1, 1], 8, 8, 80, BF16, mode=DECODE),
     "extend-4k": Shape([0], [4096], 32, 8, 128, BF16),
     "extend-mixed": Shape([0, 3000, 17, 900], [1000, 300, 1, 129], 32, 8, 128, BF16),
+    "extend-dense": Shape([0, 700, 0, 0], [2048, 50, 1500, 20], 32, 8, 128, BF16),
+    "extend-dense-mha": Shape([0, 0], [1024, 1024], 4, 4, 64, FP16),
     "extend-32k": Shape([31744], [1024], 32, 8, 128, BF16),
     "extend-window": Shape([0, 3000], [1000, 300], 16, 8, 96, FP16, window=256),
     "extend-odd": Shape([100, 0], [500, 333], 14, 2, 64, BF16),

@@ -1,12 +1,16 @@
 """The `triton` attention backend: own kernels over the paged pool, for CUDA.
 
-Keeps no metadata: every launch takes the batch's device tensors as they are, so a captured forward
-pass needs nothing but new contents of `seq_lens`, `req_pool_indices`, `out_cache_loc` and (in a
-verification) `extend_seq_lens` and the mask. Rows that pad a captured batch may have length 0 or
-point at the dummy slot.
+Decode and verification keep no metadata: every launch takes the batch's device tensors as they
+are, so a captured forward pass needs nothing but new contents of `seq_lens`, `req_pool_indices`,
+`out_cache_loc` and (in a verification) `extend_seq_lens` and the mask. Rows that pad a captured
+batch may have length 0 or point at the dummy slot. Captured launches share this backend's scratch
+memory: replay them on one stream.
+
+Long prompts without prefix go to cuDNN (`triton_ops.dense_prefill`), where it can do them.
 
 Limits: head sizes up to 256; a tree mask is read over the new tokens only, the prefix counts as
-visible.
+visible. `seq_lens` and the request table must not be written by the very last launch before the
+attention layer's.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 
 from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.torch_native import tree_mask_of
+from sglang.srt.layers.attention.triton_ops import dense_prefill
 from sglang.srt.layers.attention.triton_ops.paged_attention import (
     PagedAttentionInputs,
     Workspace,
@@ -22,17 +27,30 @@ from sglang.srt.layers.attention.triton_ops.paged_attention import (
 )
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.triton_ops.store_kv import store_kv
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 
 class TritonAttentionBackend(AttentionBackend):
     """See the module docstring."""
 
     def __init__(self, facts: RunnerFacts) -> None:
-        self._workspace = Workspace(torch.device(facts.device))
+        self._device = torch.device(facts.device)
+        self._workspace = Workspace(self._device)
+        self._dense_prefill = dense_prefill.is_supported(self._device, facts.dtype, facts.head_dim)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to compute: lengths are read on the device, by the kernels."""
+        """Find the long prompts of an extend batch; all else is read on the device."""
+        forward_batch.attn_metadata = None
+        prefix_lens = forward_batch.extend_prefix_lens_cpu
+        query_lens = forward_batch.extend_seq_lens_cpu
+        if (
+            self._dense_prefill
+            and forward_batch.forward_mode is ForwardMode.EXTEND
+            and prefix_lens is not None
+            and query_lens is not None
+        ):
+            plan = dense_prefill.make_plan(prefix_lens, query_lens, self._device)
+            forward_batch.attn_metadata = plan
 
     def forward(
         self,
@@ -46,22 +64,68 @@ class TritonAttentionBackend(AttentionBackend):
         keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if save_kv_cache and k is not None and v is not None:
             store_kv(k, v, forward_batch.out_cache_loc, keys, values)
-        num_tokens = q.shape[0]
-        is_decode = forward_batch.forward_mode.is_decode()
-        query_lens = None if is_decode else forward_batch.extend_seq_lens
-        if not is_decode and query_lens is None and num_tokens > 0:
+        queries = q.view(q.shape[0], layer.num_heads, layer.head_dim)
+        plan = forward_batch.attn_metadata
+        if (
+            isinstance(plan, dense_prefill.DensePlan)
+            and k is not None
+            and v is not None
+            and layer.sliding_window is None
+            and keys.dtype == q.dtype
+        ):
+            out = self._extend_with_dense_spans(queries, k, v, layer, forward_batch, plan)
+        else:
+            inputs = _paged_inputs(queries, layer, forward_batch)
+            out = paged_attention(inputs, self._workspace)
+        return out.view(q.shape[0], layer.num_heads * layer.head_dim)
+
+    def _extend_with_dense_spans(
+        self,
+        queries: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        plan: dense_prefill.DensePlan,
+    ) -> torch.Tensor:
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for span in plan.spans:
+            rows = slice(span.start, span.start + span.length)
+            part = dense_prefill.dense_causal_attention(
+                queries[rows], k[rows], v[rows], layer.scaling
+            )
+            if span.length == queries.shape[0]:
+                return part.contiguous()
+            out[rows] = part
+        if plan.rest_tokens is not None:
+            inputs = _paged_inputs(
+                queries[plan.rest_tokens], layer, forward_batch, query_lens=plan.rest_lens
+            )
+            out[plan.rest_tokens] = paged_attention(inputs, self._workspace)
+        return out
+
+
+def _paged_inputs(
+    queries: torch.Tensor,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    query_lens: torch.Tensor | None = None,
+) -> PagedAttentionInputs:
+    """`query_lens`: where not all new tokens of the requests are meant, how many of the last."""
+    keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    if query_lens is None and not forward_batch.forward_mode.is_decode():
+        query_lens = forward_batch.extend_seq_lens
+        if query_lens is None and queries.shape[0] > 0:
             raise ValueError("an extend batch needs extend_seq_lens")
-        inputs = PagedAttentionInputs(
-            queries=q.view(num_tokens, layer.num_heads, layer.head_dim),
-            keys=keys,
-            values=values,
-            table=forward_batch.req_to_token_pool.req_to_token,
-            table_rows=forward_batch.req_pool_indices,
-            seq_lens=forward_batch.seq_lens,
-            query_lens=query_lens,
-            tree_mask=tree_mask_of(forward_batch),
-            scaling=layer.scaling,
-            window=layer.sliding_window,
-        )
-        out = paged_attention(inputs, self._workspace)
-        return out.view(num_tokens, layer.num_heads * layer.head_dim)
+    return PagedAttentionInputs(
+        queries=queries,
+        keys=keys,
+        values=values,
+        table=forward_batch.req_to_token_pool.req_to_token,
+        table_rows=forward_batch.req_pool_indices,
+        seq_lens=forward_batch.seq_lens,
+        query_lens=query_lens,
+        tree_mask=tree_mask_of(forward_batch),
+        scaling=layer.scaling,
+        window=layer.sliding_window,
+    )

@@ -34,18 +34,23 @@ def _merge_argmax_kernel(
     best_index: tl.tensor,
     out: tl.tensor,
     num_blocks: tl.tensor,
+    width: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     values = tl.load(best + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
-    winner = tl.argmax(values, 0)
-    tl.store(out + row, tl.load(best_index + row * num_blocks + winner).to(tl.int64))
+    winner = tl.minimum(tl.argmax(values, 0), num_blocks - 1)
+    column = tl.load(best_index + row * num_blocks + winner)
+    # In a row with NaN the padding may win: stay within the row, others index with the result.
+    tl.store(out + row, tl.minimum(column, width - 1).to(tl.int64))
 
 
 def argmax_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, width], rows may be strided -> int64 [n]; the first of equal entries. No NaN in x."""
+    """x [n, width], rows may be strided -> int64 [n]; the first of equal entries."""
     num_rows, width = x.shape
+    if x.stride(1) != 1:
+        raise ValueError("rows must be contiguous")
     out = torch.empty(num_rows, dtype=torch.int64, device=x.device)
     if num_rows == 0:
         return out
@@ -60,6 +65,7 @@ def argmax_rows(x: torch.Tensor) -> torch.Tensor:
         best_index,
         out,
         num_blocks,
+        width,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=1,
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from sglang.srt.layers.dispatch import KVDestination
 from sglang.srt.layers.triton_ops.activation import gate_and_mul
+from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
-from sglang.srt.layers.triton_ops.rope import KVDestination, rope_in_place
+from sglang.srt.layers.triton_ops.rope import rope_in_place
 
 
 class CudaOps:
@@ -57,6 +59,8 @@ class CudaOps:
         head_dim: int,
         destination: KVDestination,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`apply_rope`, and the rotated keys and the values [n, heads * head_dim] to the pool."""
         rope_in_place(q, k, positions, cos_sin, head_dim, (v, destination))
         return q, k
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        return argmax_rows(x)

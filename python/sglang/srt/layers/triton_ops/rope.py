@@ -6,28 +6,20 @@ rotated keys and the values at the tokens' slots, which saves two launches and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.dispatch import KVDestination
 from sglang.srt.layers.triton_ops.device import supports_early_launch
 
 _HEADS_PER_PROGRAM = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVDestination:
-    """Where new keys and values go: rows `slots` int64 [n] of [slots, kv_heads, head_dim]."""
-
-    slots: torch.Tensor
-    key_buffer: torch.Tensor
-    value_buffer: torch.Tensor
+# Above, what the next launch could gain is little, and allowing it costs thousands of programs.
+_MAX_EARLY_TOKENS = 256
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
-def _rope_kernel(
+def _rope_kernel(  # noqa: PLR0915 - a kernel is one program
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -163,6 +155,6 @@ def rope_in_place(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=_HEADS_PER_PROGRAM,
         STORE=store is not None,
-        EARLY=supports_early_launch(q.device),
+        EARLY=num_tokens <= _MAX_EARLY_TOKENS and supports_early_launch(q.device),
         num_warps=2,
     )

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.device import supports_early_launch
 
+# Above, what the next launch could gain is little, and allowing it costs thousands of programs.
+_MAX_EARLY_TOKENS = 256
+
 
 @triton.jit(do_not_specialize=["width"])
 def _store_kv_kernel(
@@ -73,6 +76,6 @@ def store_kv(
         key_buffer.stride(0),
         value_buffer.stride(0),
         BLOCK=block,
-        EARLY=supports_early_launch(k.device),
+        EARLY=num_tokens <= _MAX_EARLY_TOKENS and supports_early_launch(k.device),
         num_warps=4,
     )

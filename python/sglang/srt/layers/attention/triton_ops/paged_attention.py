@@ -41,6 +41,8 @@ class LaunchConfig:
     # Launch while the kernel before is still at work, and the merging kernel likewise. Lengths and
     # table must be older than the kernel before. Hopper and later.
     early: bool = False
+    # Decode only: mask every block of keys instead of taking the last one in a loop of its own.
+    one_loop: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,15 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     num_warps, num_stages, block_n = 8, 5, 64
     if wide:
         num_warps, num_stages, block_n = 4, 3, 32
-    elif block_m == MIN_ROWS:
-        # Few programs: let each have more in flight. Many: more warps to hide latencies.
-        num_warps, block_n = (2, 64) if num_blocks <= 2 * processors else (4, 32)
+    elif block_m <= 32:
+        num_warps = 4
+        if num_blocks <= processors:
+            # One program a multiprocessor, with as much in flight as fits: fewer shares to merge.
+            block_n = 128
+            share_target = _share_target(num_kv_heads, processors)
+        elif block_m == MIN_ROWS:
+            # Several small ones side by side.
+            num_stages = 3
     elif block_m <= 64:
         num_warps = 4
     elif num_blocks >= 4 * processors:
@@ -172,7 +180,7 @@ def _launch(
         "PDL": config.early,
     }
     early = {"launch_pdl": True} if config.early else {}
-    pipelined_tail = inputs.query_lens is None or inputs.window
+    one_loop = config.one_loop and inputs.query_lens is None
     paged_attention_kernel[(num_kv_heads, num_items)](
         queries,
         out,
@@ -198,8 +206,9 @@ def _launch(
         TREE=tree_mask is not None,
         SHARED=shared,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
+        ONE_LOOP=one_loop,
         # Else the masked loop is a block or two: not worth the registers of a pipeline.
-        MASKED_STAGES=config.num_stages if pipelined_tail else 1,
+        MASKED_STAGES=config.num_stages if one_loop or inputs.window else 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **early,

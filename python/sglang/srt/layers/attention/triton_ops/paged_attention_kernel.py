@@ -146,6 +146,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     TREE: tl.constexpr,
     SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -188,8 +189,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = rows // GROUP
     row_live = token < num_queries
-    # What came before is needed from here on: the kernel before this one wrote queries and keys, the
-    # lengths and the table are older.
+    # The kernel before this one wrote queries and keys: wait for it. Lengths and table are older.
     if PDL:
         tl.extra.cuda.gdc_wait()
     feature = tl.arange(0, BLOCK_D)
@@ -233,9 +233,9 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     row_max = tl.full((BLOCK_M,), NO_VALUE, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     block = tl.arange(0, BLOCK_N)
-    # A decode step is bound by memory and has the last block pipelined as well: one loop.
+    # In one loop the last block is pipelined as well; in two most blocks need no mask.
     masked_start = start
-    if not ONE_QUERY:
+    if not ONE_LOOP:
         for position in tl.range(start, plain_end, BLOCK_N):
             acc, row_max, row_sum = _attend(
                 query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
