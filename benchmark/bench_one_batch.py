@@ -182,6 +182,26 @@ class Bench:
             "context": input_len + dropped + steps / 2,
         }
 
+    def profile(self, batch: int, input_len: int, steps: int = 20) -> str:
+        """Device time of one decode step by kernel, the largest first."""
+        self.start(batch, input_len, steps + 16)
+        while len(self.harness.scheduler.running_batch) < batch:
+            self.harness.step()
+        self.harness.step(4)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+        ) as profiler:
+            self.harness.step(steps)
+            current_platform().synchronize()
+        self.finish()
+        events = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+        lines = [
+            f"  {event.self_device_time_total / steps:9.1f} us {event.count / steps:6.1f} x  "
+            f"{event.key[:100]}"
+            for event in events[:14]
+        ]
+        return "\n".join(lines) + "\n"
+
     def bare_replay_ms(self, batch: int) -> float:
         """The captured decode graph of this size alone, in a loop."""
         graphs = self.runner.decode_runner
@@ -245,6 +265,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"{row['share']:.3f} of {row['limit_tok_s']:.0f}; busy {row['busy_share']:.3f}, "
             f"step / replay {row['step_over_replay']:.3f}\n"
         )
+        if args.profile:
+            write(bench.profile(batch, args.input_len))
         sys.stdout.flush()
     return rows
 
@@ -273,6 +295,7 @@ def main() -> None:
         "--repeats", type=int, default=5, help="runs of each figure; the median counts"
     )
     parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="device time by kernel (CUDA)")
     parser.add_argument("--small", action="store_true", help="tiny random model: a self-test")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     args = parser.parse_args()

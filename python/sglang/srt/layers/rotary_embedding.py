@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError, RopeConfig
-from sglang.srt.layers.dispatch import default_ops
+from sglang.srt.layers.dispatch import KVDestination, default_ops
 
 # Rows beyond the context length: speculative drafts look a few positions past the last token.
 TABLE_MARGIN = 128
@@ -45,6 +45,19 @@ class RotaryEmbedding(nn.Module):
         Consumes q and k (they may be written to and returned).
         """
         return self._ops.apply_rope(q, k, positions, self.cos_sin, self.head_dim)
+
+    def rotate_and_store(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        destination: KVDestination,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and the rotated keys and v [n, kv_heads * head_dim] written to the pool."""
+        return self._ops.rope_and_store(
+            q, k, v, positions, self.cos_sin, self.head_dim, destination
+        )
 
 
 def create_rotary_embedding(config: ModelConfig) -> RotaryEmbedding:

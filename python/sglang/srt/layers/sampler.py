@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from sglang.srt.layers.dispatch import argmax
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -98,14 +99,6 @@ class Sampler:
         next_token_ids = argmax(logits)
         next_token_ids[info.sampled_index] = drawn
         return next_token_ids
-
-
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first most likely token of each row of [b, V]: int64 [b]."""
-    if logits.device.type != "cpu":
-        return logits.argmax(dim=-1)
-    # numpy's is vectorised: 0.04 ms for 8 rows of 49k, 0.7 ms by torch.
-    return torch.from_numpy(logits.numpy().argmax(axis=-1))
 
 
 def adjust_logits(logits: torch.Tensor, info: SamplingBatchInfo) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.activation import get_gated_activation
+from sglang.srt.layers.dispatch import KVDestination
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
@@ -101,8 +102,14 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = _norm_heads(self.q_norm, q)
             k = _norm_heads(self.k_norm, k)
-        q, k = self._rotary[0](positions, q, k)
-        return self.o_proj(self.attn(q, k, v, forward_batch))
+        buffers = forward_batch.token_to_kv_pool.get_kv_buffer(self.attn.layer_id)
+        destination = KVDestination(
+            slots=forward_batch.out_cache_loc,
+            key_buffer=buffers.key,
+            value_buffer=buffers.value,
+        )
+        q, k = self._rotary[0].rotate_and_store(positions, q, k, v, destination)
+        return self.o_proj(self.attn(q, k, v, forward_batch, save_kv_cache=False))
 
 
 def _norm_heads(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Parts of the load generator `bench_serving.py`."""
