@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -69,7 +69,7 @@ async def fetch_json(
     return orjson.loads(text) if text.strip() else None
 
 
-async def stream_events(endpoint: Endpoint, path: str, body: bytes) -> AsyncIterator[bytes]:
+async def stream_events(endpoint: Endpoint, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
     """POST a JSON body and yield the `data:` payload of each event of the answer as it arrives.
 
     Closing the generator closes the connection at once. Raises as `fetch_json`.
@@ -123,7 +123,7 @@ async def _body_parts(
     reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]
 ) -> AsyncIterator[bytes]:
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
-        while size := int((await reader.readline()).split(b";", 1)[0] or b"0", 16):
+        while size := int((await reader.readuntil(b"\n")).split(b";", 1)[0], 16):
             part = await reader.readexactly(size + 2)
             yield part[:-2]
         return

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 Fate = Literal["finish", "abort", "disconnect"]
 
-# The shares of a soak run: (kind, share).
-MIX = (("prefill-heavy", 0.3), ("decode-heavy", 0.5), ("abort", 0.1), ("disconnect", 0.1))
+# The shares of a soak run.
+MIX = {"prefill-heavy": 0.3, "decode-heavy": 0.5, "abort": 0.1, "disconnect": 0.1}
 # Of the requests that leave, those that do so on a clock, so that some are still queued or in
 # their prefill; the others leave after some tokens.
 EARLY_SHARE = 0.3
@@ -135,10 +135,9 @@ def mixed_prompts(shape: Shape, rng: random.Random) -> Iterator[PromptSpec]:
 
     `shape` gives the longest prompt and answer; short means an eighth of it.
     """
-    kinds, shares = zip(*MIX)
     long_in, long_out = shape.input_len.high, shape.output_len.high
     while True:
-        (kind,) = rng.choices(kinds, shares)
+        (kind,) = rng.choices(list(MIX), list(MIX.values()))
         prefill = kind == "prefill-heavy" or (kind != "decode-heavy" and rng.random() < 0.5)
         num_in = rng.randint(long_in // 2, long_in) if prefill else rng.randint(1, long_in // 8)
         num_out = rng.randint(1, long_out // 8) if prefill else rng.randint(long_out // 2, long_out)
