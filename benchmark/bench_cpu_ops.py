@@ -285,7 +285,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
     """Measure and report; returns the exit status (1 where the kernels are not available)."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     options = parse_arguments(arguments)
     if not ops.available():
         logger.error("the CPU kernels could not be built here: nothing to measure")

@@ -118,6 +118,7 @@ def _draw_cdf(axes: Any, name: str, values_ms: list[float]) -> None:
     if ordered[0] > 0 and ordered[-1] > 20 * max(ordered[len(ordered) // 2], 1e-9):
         axes.set_xscale("log")
         axes.set_xlim(max(ordered[0], marks[0][2] / 20), end)
+        _plain_ticks(axes.xaxis)
     else:
         axes.set_xlim(0, end)
     for row, (share, color, value) in enumerate(marks):
@@ -162,23 +163,35 @@ def _draw_throughput(axes: Any, recording: Recording) -> None:
     axes.set_xlabel("seconds since the first request")
     axes.set_xlim(0, recording.wall_s)
     axes.set_ylim(0, max(rates) * 1.12 or 1.0)
-    moments, levels = _open_requests(recording.records)
+    levels = _mean_open(recording.records, width_s, count)
+    middles = [(place + 0.5) * width_s for place in range(count)]
     twin = axes.twinx()
-    twin.step(moments, levels, where="post", color=ORANGE, linewidth=1.3)
+    full = max(1, count - 2)  # the last bins end after the run
+    twin.plot(middles[:full], levels[:full], color=ORANGE, linewidth=1.8)
     twin.set_ylabel("open requests", color=ORANGE)
     twin.set_ylim(0, max(levels) * 1.12 or 1.0)
     twin.spines["right"].set_visible(False)
     twin.grid(False)
 
 
-def _open_requests(records: Sequence[RequestRecord]) -> tuple[list[float], list[int]]:
-    steps = sorted([(r.sent_s, 1) for r in records] + [(r.end_s, -1) for r in records])
-    moments, levels, level = [0.0], [0], 0
-    for moment, step in steps:
-        level += step
-        moments.append(moment)
-        levels.append(level)
-    return moments, levels
+def _mean_open(records: Sequence[RequestRecord], width_s: float, count: int) -> list[float]:
+    """Return how many requests were open on average in each bin."""
+    open_s = [0.0] * count
+    for record in records:
+        first, last = (min(count - 1, int(t / width_s)) for t in (record.sent_s, record.end_s))
+        for place in range(first, last + 1):
+            begin_s = max(record.sent_s, place * width_s)
+            open_s[place] += max(0.0, min(record.end_s, (place + 1) * width_s) - begin_s)
+    return [value / width_s for value in open_s]
+
+
+def _plain_ticks(axis: Any) -> None:
+    """Write the ticks of a logarithmic axis as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=9))
+    axis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_requests(axes: Any, records: Sequence[RequestRecord]) -> None:
@@ -226,12 +239,13 @@ def _draw_token_times(axes: Any, recording: Recording) -> None:
     axes.fill_between(moments, medians, tails, color=PALE_BLUE, alpha=0.35, linewidth=0)
     axes.plot(moments, tails, color=RED, linewidth=1.2, label="p99")
     axes.plot(moments, medians, color=BLUE, linewidth=2, label="median")
-    axes.set_title("Time per token over the run: it must stay level")
+    axes.set_title("Time per token over the run")
     axes.set_xlabel("seconds since the first request")
     axes.set_ylabel("ms per token")
     axes.set_xlim(0, recording.wall_s)
     if tails and min(medians) > 0 and max(tails) > 20 * min(medians):
         axes.set_yscale("log")
+        _plain_ticks(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
-    axes.legend(loc="upper right", ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.1)

@@ -7,7 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,50 +23,74 @@ BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmark"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 TIMEOUT_S = 150
 
-# Script: its small form. The file of the figures is added.
+# Script: its small form, to which the file of the figures is added; the longest first.
 SMALL_FORMS = {
-    "bench_attention": ["--small", "--json"],
+    "bench_serving": ["--small", "--json"],
     "bench_cpu_engine": ["--small", "--threads", "1", "--json"],
-    "bench_cpu_ops": ["--small", "--threads", "1", "--json"],
     "bench_one_batch": ["--device", "cpu", "--small", "--json"],
+    "bench_attention": ["--small", "--json"],
     "bench_radix_cache": ["--small", "--out"],
     "bench_scheduler": ["--small", "--json"],
-    "bench_serving": ["--small", "--json"],
+    "bench_cpu_ops": ["--small", "--threads", "1", "--json"],
 }
+PLOT = "picture.png"
 
 
-def run_script(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Done:
+    """A script that has ended, and the folder it wrote to."""
+
+    process: subprocess.CompletedProcess[str]
+    folder: Path
+
+    def figures(self) -> Any:
+        assert self.process.returncode == 0, self.process.stdout + self.process.stderr
+        return json.loads((self.folder / "figures.json").read_text())
+
+
+def run_script(name: str, folder: Path) -> Done:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *SMALL_FORMS[name]]
+    command.append(str(folder / "figures.json"))
+    if name == "bench_serving" and importlib.util.find_spec("matplotlib") is not None:
+        command += ["--plot", str(folder / PLOT)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=env)
+    return Done(process, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Done]]]:
+    """All scripts, two at a time: they mostly start up, and nobody looks at the times."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            name: pool.submit(run_script, name, tmp_path_factory.mktemp(name))
+            for name in SMALL_FORMS
+        }
 
 
 def test_every_script_has_a_small_form_here() -> None:
     assert sorted(SMALL_FORMS) == sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 
 
-@pytest.mark.parametrize("name", sorted(SMALL_FORMS))
-def test_small_form_prints_a_table_and_writes_json(name: str, tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    done = run_script(name, *SMALL_FORMS[name], figures)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) >= 3
-    assert json.loads(figures.read_text()), "the JSON holds no figures"
+@pytest.mark.parametrize("name", SMALL_FORMS)
+def test_small_form_prints_a_table_and_writes_json(
+    name: str, runs: dict[str, Future[Done]]
+) -> None:
+    done = runs[name].result()
+    assert done.figures(), "the JSON holds no figures"
+    assert len(done.process.stdout.splitlines()) >= 3
 
 
-def test_soak_of_own_server_passes_its_checks_and_draws_a_picture(tmp_path: Path) -> None:
-    figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
-    arguments: list[str | Path] = ["--small", "--mix", "0.06", "--json", figures]
-    # Seconds on a busy machine say nothing about a drift; the check itself has its own tests.
-    arguments += ["--drift-tolerance", "20", "--input-len", "64", "--output-len", "32"]
-    if importlib.util.find_spec("matplotlib") is not None:
-        arguments += ["--plot", picture]
-    done = run_script("bench_serving", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(figures.read_text())
+def test_serving_measures_soaks_and_draws(runs: dict[str, Future[Done]]) -> None:
+    """Its small form is an open loop, then a soak, on a server of its own."""
+    done = runs["bench_serving"].result()
+    result = done.figures()
     assert [check["passed"] for check in result["checks"]] == [True] * 3
-    outcomes = result["summary"]["outcomes"]
-    assert outcomes["ok"] > 0 and outcomes["aborted"] + outcomes["disconnected"] > 0
-    assert result["server"]["version"] and result["summary"]["client_lag_ms"]["count"] > 0
-    if picture in arguments:
+    assert "left early" in result["checks"][2]["detail"]
+    summary = result["summary"]
+    assert summary["outcomes"] == {"ok": 40} and summary["short_answers"] == 0
+    assert result["server"]["version"] and summary["client_lag_ms"]["count"] > 0
+    assert {"time to first token", "between events"} <= set(summary["latencies_ms"])
+    picture = done.folder / PLOT
+    if importlib.util.find_spec("matplotlib") is not None:
         assert picture.read_bytes().startswith(PNG_SIGNATURE)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=10, suite="benchmarks")
 
-FIRST_S, STEP_S, NUM_TOKENS = 0.08, 0.02, 6
-SLACK_S = 0.03  # the machine may be busy, but no delay may be short
+FIRST_S, STEP_S, NUM_TOKENS = 0.08, 0.06, 6
+SLACK_S = 0.05  # between what server and client note; less than between two tokens
 
 Handler = Callable[[str, dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
@@ -46,13 +49,26 @@ def chunk(path: str, number: int, total: int) -> dict[str, Any]:
     return {"text": "x" * number, "meta_info": {**counts, "finish_reason": finish}}
 
 
-async def answer_slowly(path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """Stream NUM_TOKENS tokens: the first after FIRST_S, the others STEP_S apart."""
+async def answer_slowly(
+    path: str,
+    body: dict[str, Any],
+    writer: asyncio.StreamWriter,
+    log: list[list[float]] | None = None,
+) -> None:
+    """Stream NUM_TOKENS tokens: the first after FIRST_S, the others STEP_S apart.
+
+    `log` receives when the request came and when each token was written, as a busy machine makes
+    every sleep longer than asked.
+    """
+    moments = [time.perf_counter()]
+    if log is not None:
+        log.append(moments)
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     if "chat" in path:
         writer.write(event(openai_chunk(path, "")))  # the role comes first, without a token
     for number in range(1, NUM_TOKENS + 1):
         await asyncio.sleep(FIRST_S if number == 1 else STEP_S)
+        moments.append(time.perf_counter())
         writer.write(event(chunk(path, number, NUM_TOKENS)))
     if path != "/generate":
         writer.write(event(openai_chunk(path, "", "length")))
@@ -97,17 +113,19 @@ def prompt(backend: str = "sglang", **fields: Any) -> PromptSpec:
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
 def test_measured_times_and_counts_are_those_of_the_server(backend: str) -> None:
-    recording = run_against(answer_slowly, [prompt(backend)] * 3, backend)
-    for record in recording.records:
+    log: list[list[float]] = []
+    handler = partial(answer_slowly, log=log)
+    recording = run_against(handler, [prompt(backend)] * 3, backend, concurrency=1)
+    for record, (came, *written) in zip(recording.records, log, strict=True):
         assert (record.outcome, record.error) == ("ok", "")
-        assert FIRST_S <= record.ttft_s < FIRST_S + SLACK_S
+        assert written[0] - came <= record.ttft_s < written[0] - came + SLACK_S
         assert len(record.gaps_s) == NUM_TOKENS - 1
-        total_s = FIRST_S + STEP_S * (NUM_TOKENS - 1)
-        assert total_s <= record.e2e_s < total_s + SLACK_S
-        assert record.tpot_s == pytest.approx(STEP_S, abs=SLACK_S / NUM_TOKENS)
+        assert written[-1] - came <= record.e2e_s < written[-1] - came + SLACK_S
+        step_s = (written[-1] - written[0]) / (NUM_TOKENS - 1)
+        assert record.tpot_s == pytest.approx(step_s, abs=SLACK_S / NUM_TOKENS)
         assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (5, 6, 3)
     summary = report.summarize(recording)
-    assert summary.output_tokens == 18 and summary.peak_in_flight == 3
+    assert summary.output_tokens == 18 and summary.peak_in_flight == 1
     assert summary.short_answers == 0 and summary.latencies_ms["time to first token"].count == 3
 
 
@@ -121,7 +139,7 @@ def test_open_loop_sends_when_due_whatever_the_server_does() -> None:
     due = [0.0, 0.03, 0.06]
     recording = run_against(answer_slowly, [prompt()] * 3, arrivals_s=due)
     for record, moment in zip(recording.records, due, strict=True):
-        assert moment <= record.sent_s < moment + SLACK_S
+        assert moment <= record.sent_s < moment + FIRST_S
     assert report.summarize(recording).peak_in_flight == 3
 
 
@@ -229,6 +247,16 @@ def test_drift_is_seen_and_a_level_run_passes() -> None:
     assert not soak.check_drift(level, 1e6, 0.25).passed  # nothing came in the last tenth
 
 
+def test_noise_of_the_machine_is_no_drift_unless_gross() -> None:
+    def at_the_end(factor: float) -> Callable[[float], float]:
+        return lambda moment: 0.01 * (factor if moment > 90 else 1.0)
+
+    assert soak.check_drift(recording_with(at_the_end(1.5), 100), 100, 0.25).passed
+    assert not soak.check_drift(recording_with(at_the_end(3.0), 100), 100, 0.25).passed
+    stepped = recording_with(lambda moment: 0.01 if moment < 50 else 0.014, 100)
+    assert not soak.check_drift(stepped, 100, 0.25).passed
+
+
 @pytest.mark.parametrize(("busy", "used"), [(0, 0), (1, 0), (0, 7)])
 def test_server_with_requests_or_tokens_left_is_not_idle(busy: int, used: int) -> None:
     load = {"num_running_reqs": busy, "num_waiting_reqs": 0, "num_used_tokens": used}
@@ -250,8 +278,6 @@ def test_server_with_requests_or_tokens_left_is_not_idle(busy: int, used: int) -
 
 
 def test_poisson_arrivals_have_the_rate() -> None:
-    import random
-
     times = list(itertools.islice(arrivals(50.0, random.Random(1)), 5001))
     assert times[0] == 0.0 and times[-1] == pytest.approx(100.0, rel=0.05)
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]

@@ -141,3 +141,45 @@ def test_values_beyond_fp8_saturate() -> None:
     buffers = torch.zeros(2, 2, 1, 16, device=DEVICE).to(torch.float8_e4m3fn)
     store_kv(k, k, torch.tensor([1], device=DEVICE), buffers[0], buffers[1])
     assert buffers[0, 1].float().abs().unique().tolist() == [448.0]
+
+
+# (out, in): sizes that no block divides, several iterations, and (on a GPU) those of a real model.
+GEMV_SHAPES = [(5, 24), (33, 5 * 1024 + 8), (64, 4096)]
+if HAS_CUDA:
+    GEMV_SHAPES += [(6144, 4096), (4096, 14336), (128256, 4096), (576, 1536)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", GEMV_SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_of_one_row(shape: tuple[int, int], with_bias: bool, dtype: torch.dtype) -> None:
+    weight, x = randn(*shape, dtype=dtype), randn(1, shape[1], dtype=dtype)
+    bias = randn(shape[0], dtype=dtype) * 10 if with_bias else None
+    got = OURS.linear(x, weight, bias)
+    exact = TORCH.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert got.dtype == dtype
+    # One rounding to dtype, and a sum of `in` terms in float32.
+    sum_error = torch.finfo(torch.float32).eps * shape[1]
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), exact, rtol=2 * rounding, atol=sum_error)
+    if bias is None:
+        wide = OURS.wide_linear(x, weight)
+        assert wide.dtype == torch.float32
+        torch.testing.assert_close(wide.double(), exact, rtol=1e-6, atol=sum_error)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="the wide product of several rows is cuBLAS'")
+def test_wide_linear_is_not_rounded() -> None:
+    weight, x = randn(1000, 4096, dtype=torch.bfloat16), randn(9, 4096, dtype=torch.bfloat16)
+    wide = OURS.wide_linear(x, weight)
+    exact = x.double() @ weight.double().T
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=5e-3)
+
+
+def test_linear_of_one_row_of_a_padded_weight() -> None:
+    dtype = DTYPES[0]
+    weight = randn(7, 48, dtype=dtype)[:, :40]
+    x = randn(2, 40, dtype=dtype)[1:]
+    close(OURS.linear(x, weight, None), (x.float() @ weight.float().T).to(dtype))

@@ -16,11 +16,13 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
+    GetInternalStateReqInput,
     GetLoadsReqInput,
     GetLoadsReqOutput,
     PauseGenerationReqInput,
     PingReqInput,
     ProfileReqInput,
+    SlowDownReqInput,
     UpdateWeightVersionReqInput,
 )
 from sglang.test.fakes.fake_worker import oracle
@@ -384,3 +386,21 @@ def test_profile_writes_a_trace_or_says_why_not(tmp_path):
         harness.step()
         assert harness.replies[-1].success == success, harness.replies[-1].message
     assert list((tmp_path / "traces").glob("*.trace.json.gz"))
+
+
+def test_hostile_control_requests_are_answered_not_fatal(monkeypatch):
+    harness = SchedulerHarness()
+    for seconds in (-1.0, 1e308, float("nan")):
+        harness.send(SlowDownReqInput(control_id="s", forward_sleep_time=seconds))
+        harness.step()
+        assert not harness.replies[-1].success
+    harness.send(ProfileReqInput(control_id="p", activities=["nonsense"]))
+    harness.step()
+    assert not harness.replies[-1].success
+    monkeypatch.setattr(harness.scheduler.reports, "internal_state", lambda: 1 // 0)
+    harness.send(GetInternalStateReqInput(control_id="i"))
+    harness.step()
+    assert harness.replies[-1].message.startswith("ZeroDivisionError")
+    harness.generate("r", [1, 2, 3], 3)
+    harness.run_until_idle()
+    assert harness.tokens("r") == _expected([1, 2, 3], 3)

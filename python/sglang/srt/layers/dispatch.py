@@ -39,6 +39,10 @@ class Ops(Protocol):
         """x [n, in], weight [out, in], bias [out] -> [n, out]."""
         ...
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`linear` without bias, the result in float32, whether rounded to x's dtype or not."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension, [n, d] or [n, heads, d]; a new tensor."""
         ...
@@ -101,6 +105,9 @@ class TorchOps:
     ) -> torch.Tensor:
         return functional.linear(x, weight, bias)
 
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, weight).float()
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         # The mean of squares is taken in float32 whatever the dtype, and the result is rounded
         # before the weight is applied, as the checkpoints were trained.
@@ -158,6 +165,9 @@ class CpuFloat32Ops:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return cpu_ops.linear(x, weight, bias)
+
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return cpu_ops.linear(x, weight, None)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return cpu_ops.rmsnorm(x, weight, eps)

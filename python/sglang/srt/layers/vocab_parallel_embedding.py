@@ -66,5 +66,5 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.weight = embedding.weight
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] -> logits of this rank's tokens [n, rows], padding included."""
-        return self._ops.linear(hidden_states, self.weight, None)
+        """[n, hidden] -> float32 logits of this rank's tokens [n, rows], padding included."""
+        return self._ops.wide_linear(hidden_states, self.weight)

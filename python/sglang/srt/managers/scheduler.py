@@ -22,6 +22,7 @@ from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
+from sglang.srt.managers.control_handlers import make_report_handlers
 from sglang.srt.managers.finish_check import FinishAbort
 from sglang.srt.managers.grammar_manager import GrammarManager
 from sglang.srt.managers.invariant_checker import InvariantChecker
@@ -34,20 +35,8 @@ from sglang.srt.managers.io_struct import (
     ControlReqOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
-    FreezeGCReqInput,
-    FreezeGCReqOutput,
-    GetInternalStateReqInput,
-    GetInternalStateReqOutput,
-    GetLoadsReqInput,
-    GetLoadsReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
-    PingReqInput,
-    PingReqOutput,
-    ProfileReqInput,
-    ProfileReqOutput,
-    SetInternalStateReqInput,
-    SetInternalStateReqOutput,
     ShutdownReq,
     SlowDownReqInput,
     SlowDownReqOutput,
@@ -78,6 +67,9 @@ logger = logging.getLogger(__name__)
 
 # Waiting and running times are compared with their limits this often.
 TIMEOUT_SCAN_INTERVAL_S = 0.5
+
+# Longest accepted pause before each step (`/slow_down`).
+MAX_SLOW_DOWN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -639,13 +631,8 @@ class Scheduler:
             FlushCacheReqInput: self._handle_flush,
             PauseGenerationReqInput: self.pause_generation,
             ContinueGenerationReqInput: self.continue_generation,
-            PingReqInput: lambda recv: PingReqOutput(),
-            GetInternalStateReqInput: self._handle_internal_state,
-            SetInternalStateReqInput: self._handle_set_internal_state,
-            GetLoadsReqInput: self._handle_loads,
-            ProfileReqInput: self._handle_profile,
             SlowDownReqInput: self._handle_slow_down,
-            FreezeGCReqInput: self._handle_freeze_gc,
+            **make_report_handlers(self.reports, self.profiler, self._load),
             UpdateWeightVersionReqInput: self._handle_weight_version,
         }
         handlers: dict[type, Callable[[Any], None]] = {
@@ -709,6 +696,7 @@ class Scheduler:
         self.forward_ct_decode = 0
         self.reports.reset_counters()
         current_platform().empty_cache()
+        self.reports.on_idle()
         logger.info("Cache flushed successfully!")
         return True
 
@@ -765,32 +753,18 @@ class Scheduler:
             req.weight_versions.change(recv.new_version, len(req.output_ids))
         return UpdateWeightVersionReqOutput(message=f"Weight version updated to {recv.new_version}")
 
-    def _handle_internal_state(self, recv: GetInternalStateReqInput) -> GetInternalStateReqOutput:
-        return GetInternalStateReqOutput(internal_state=self.reports.internal_state())
-
-    def _handle_set_internal_state(
-        self, recv: SetInternalStateReqInput
-    ) -> SetInternalStateReqOutput:
-        # No argument of the present feature set can be changed while serving.
-        return SetInternalStateReqOutput(updated=False)
-
-    def _handle_loads(self, recv: GetLoadsReqInput) -> GetLoadsReqOutput:
-        load = self.reports.load(
+    def _load(self) -> dict[str, Any]:
+        return self.reports.load(
             running=self._held_requests(),
             waiting=self.waiting_queue,
             num_grammar=len(self.grammar_manager),
             is_paused=self.is_paused,
         )
-        return GetLoadsReqOutput(load=load)
-
-    def _handle_profile(self, recv: ProfileReqInput) -> ProfileReqOutput:
-        success, message = self.profiler.handle(recv)
-        return ProfileReqOutput(success=success, message=message)
 
     def _handle_slow_down(self, recv: SlowDownReqInput) -> SlowDownReqOutput:
-        self.forward_sleep_time = recv.forward_sleep_time
+        seconds = recv.forward_sleep_time
+        if seconds is not None and not 0 <= seconds <= MAX_SLOW_DOWN_S:
+            wanted = f"forward_sleep_time must be in [0, {MAX_SLOW_DOWN_S}] seconds."
+            return SlowDownReqOutput(success=False, message=wanted)
+        self.forward_sleep_time = seconds
         return SlowDownReqOutput()
-
-    def _handle_freeze_gc(self, recv: FreezeGCReqInput) -> FreezeGCReqOutput:
-        self.reports.freeze_gc()
-        return FreezeGCReqOutput()

@@ -24,6 +24,12 @@ _ACTIVITIES = {
 }
 
 
+def _available_activities() -> dict[str, torch.profiler.ProfilerActivity]:
+    """What this machine's torch can record, by the names that requests use."""
+    supported = torch.profiler.supported_activities()
+    return {name: kind for name, kind in _ACTIVITIES.items() if kind in supported}
+
+
 class SchedulerProfiler:
     """At most one profile at a time."""
 
@@ -48,34 +54,46 @@ class SchedulerProfiler:
         if self._request is None:
             return
         if self._profiler is None and self._step >= (self._request.start_step or 0):
-            self._begin()
+            problem = self._begin()
+            if problem is not None:
+                logger.warning("%s", problem)
         elif self._stop_at is not None and self._step >= self._stop_at:
             self._stop()
 
     def _arm(self, recv: ProfileReqInput) -> tuple[bool, str]:
         if self._request is not None:
             return False, "Profiling is already in progress. Call /stop_profile first."
-        unknown = [a for a in recv.activities or [] if a not in _ACTIVITIES]
+        available = _available_activities()
+        unknown = [a for a in recv.activities or [] if a not in available]
         if unknown:
-            return False, f"Unknown activities {unknown}; known: {sorted(_ACTIVITIES)}."
+            return False, f"Cannot record {unknown} here; available: {sorted(available)}."
         self._request = recv
         if recv.start_step is None:
-            self._begin()
+            problem = self._begin()
+            if problem is not None:
+                return False, problem
         return True, "Profiling started."
 
-    def _begin(self) -> None:
+    def _begin(self) -> str | None:
+        """Start recording; returns what went wrong (then nothing is armed any more), or None."""
         recv = self._request
         if recv is None:
-            return
-        names = recv.activities or ["CPU", "GPU"]
-        self._profiler = torch.profiler.profile(
-            activities=[_ACTIVITIES[name] for name in names],
-            with_stack=bool(recv.with_stack),
-            record_shapes=bool(recv.record_shapes),
-        )
-        self._profiler.start()
+            return None
+        available = _available_activities()
+        names = recv.activities or sorted(available)
+        try:
+            self._profiler = torch.profiler.profile(
+                activities=[available[name] for name in names],
+                with_stack=bool(recv.with_stack),
+                record_shapes=bool(recv.record_shapes),
+            )
+            self._profiler.start()
+        except (RuntimeError, AssertionError) as error:
+            self._request = self._profiler = None
+            return f"The profiler could not start: {error}"
         self._stop_at = None if recv.num_steps is None else self._step + recv.num_steps
         logger.info("Profiling started at step %d", self._step)
+        return None
 
     def _stop(self) -> tuple[bool, str]:
         """End the profile and write it; a folder that cannot be written is the client's fault."""

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.device import launch_early
+
 
 @triton.jit
 def _gate_and_mul_kernel(
@@ -18,7 +20,11 @@ def _gate_and_mul_kernel(
     row_stride: tl.tensor,
     GELU_TANH: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -44,7 +50,16 @@ def gate_and_mul(x: torch.Tensor, gelu_tanh: bool) -> torch.Tensor:
     if out.numel() == 0:
         return out
     block = min(triton.next_power_of_2(width), 1024)
+    early = launch_early(x.device, num_rows)
     _gate_and_mul_kernel[(num_rows, triton.cdiv(width, block))](
-        x, out, width, x.stride(0), GELU_TANH=gelu_tanh, BLOCK=block, num_warps=4
+        x,
+        out,
+        width,
+        x.stride(0),
+        GELU_TANH=gelu_tanh,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )
     return out

@@ -12,6 +12,7 @@ from torch.nn import functional
 from sglang.srt.layers.dispatch import KVDestination
 from sglang.srt.layers.triton_ops.activation import gate_and_mul
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
+from sglang.srt.layers.triton_ops.gemv import gemv
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
 
@@ -22,7 +23,15 @@ class CudaOps:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        if x.shape[0] == 1:
+            return gemv(x, weight, bias)
         return functional.linear(x, weight, bias)
+
+    def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            return gemv(x, weight, None, torch.float32)
+        # Written wide by the product itself: a cast of its own costs as much as a layer.
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

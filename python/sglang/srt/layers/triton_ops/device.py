@@ -6,6 +6,9 @@ import functools
 
 import torch
 
+# Above, what an early launch could gain is little, and allowing it costs thousands of programs.
+MAX_EARLY_ROWS = 256
+
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
@@ -19,3 +22,13 @@ def num_multiprocessors(device: torch.device) -> int:
 def supports_early_launch(device: torch.device) -> bool:
     """Whether a kernel may be launched while the one before it ends (Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_early(device: torch.device, num_rows: int) -> bool:
+    """Whether an operation on `num_rows` tokens is to overlap with its neighbours.
+
+    Such a kernel lets the next one start at once and itself waits for the end of the one before:
+    it may read only what is older than all of a chain of them (weights, tables, lengths) earlier,
+    and every one of its programs that writes must wait, since memory is reused along the chain.
+    """
+    return num_rows <= MAX_EARLY_ROWS and supports_early_launch(device)

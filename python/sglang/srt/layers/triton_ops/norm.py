@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.device import launch_early
+
 
 @triton.jit(do_not_specialize=["heads"])
 def _rms_norm_kernel(
@@ -25,11 +27,17 @@ def _rms_norm_kernel(
     eps: tl.tensor,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One row a program. A row of `x` is a head of a token; `out` is contiguous."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     offset = row // heads * row_stride + row % heads * head_stride
     values = tl.load(x + offset + column, mask=inside, other=0.0)
     if ADD:
@@ -39,7 +47,6 @@ def _rms_norm_kernel(
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     normed = (wide * scale).to(values.dtype).to(tl.float32)
-    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + column, (normed * factors).to(values.dtype), mask=inside)
 
 
@@ -77,6 +84,7 @@ def _launch(
         raise ValueError("the normalised dimension must be contiguous")
     heads, row_stride, head_stride = layout
     block = triton.next_power_of_2(width)
+    early = launch_early(x.device, x.numel() // width)
     _rms_norm_kernel[(x.numel() // width,)](
         x,
         x if residual is None else residual,
@@ -90,5 +98,7 @@ def _launch(
         eps,
         ADD=residual is not None,
         BLOCK=block,
+        EARLY=early,
         num_warps=min(max(block // 512, 1), 16),
+        **({"launch_pdl": True} if early else {}),
     )

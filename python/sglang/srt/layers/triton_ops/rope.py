@@ -11,11 +11,9 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.dispatch import KVDestination
-from sglang.srt.layers.triton_ops.device import supports_early_launch
+from sglang.srt.layers.triton_ops.device import launch_early
 
 _HEADS_PER_PROGRAM = 4
-# Above, what the next launch could gain is little, and allowing it costs thousands of programs.
-_MAX_EARLY_TOKENS = 256
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
@@ -47,8 +45,9 @@ def _rope_kernel(  # noqa: PLR0915 - a kernel is one program
 ) -> None:
     """Grid: (tokens, blocks of q heads, then of k heads, then of v heads if STORE)."""
     if EARLY:
-        # The attention kernel that follows waits for the end of this one where it has to.
+        # The kernel that follows waits for the end of this one where it has to, as this one does.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = (num_heads + HEADS - 1) // HEADS
@@ -131,6 +130,7 @@ def rope_in_place(
         )
     kv_blocks = triton.cdiv(num_kv_heads, _HEADS_PER_PROGRAM)
     blocks = triton.cdiv(num_heads, _HEADS_PER_PROGRAM) + kv_blocks * (1 if store is None else 2)
+    early = launch_early(q.device, num_tokens)
     _rope_kernel[(num_tokens, blocks)](
         q,
         k,
@@ -155,6 +155,7 @@ def rope_in_place(
         BLOCK_D=triton.next_power_of_2(head_dim),
         HEADS=_HEADS_PER_PROGRAM,
         STORE=store is not None,
-        EARLY=num_tokens <= _MAX_EARLY_TOKENS and supports_early_launch(q.device),
+        EARLY=early,
         num_warps=2,
+        **({"launch_pdl": True} if early else {}),
     )

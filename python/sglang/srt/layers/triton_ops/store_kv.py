@@ -9,10 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.device import supports_early_launch
-
-# Above, what the next launch could gain is little, and allowing it costs thousands of programs.
-_MAX_EARLY_TOKENS = 256
+from sglang.srt.layers.triton_ops.device import launch_early
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -31,8 +28,9 @@ def _store_kv_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     if EARLY:
-        # The attention kernel that follows waits for the end of this one where it has to.
+        # The kernel that follows waits for the end of this one where it has to, as this one does.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -64,6 +62,7 @@ def store_kv(
         if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
             raise ValueError("the heads of keys and values must lie side by side")
     block = min(triton.next_power_of_2(width), 1024)
+    early = launch_early(k.device, num_tokens)
     _store_kv_kernel[(num_tokens, triton.cdiv(width, block))](
         k,
         v,
@@ -76,6 +75,7 @@ def store_kv(
         key_buffer.stride(0),
         value_buffer.stride(0),
         BLOCK=block,
-        EARLY=num_tokens <= _MAX_EARLY_TOKENS and supports_early_launch(k.device),
+        EARLY=early,
         num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )

@@ -26,6 +26,10 @@ MAX_BATCH_SIZE = 4096
 MIN_KEYS_PER_SHARE = 64
 # Elements of the shares' outputs that a merging program holds at once.
 _MERGE_ELEMENTS = 8192
+# The same where the merging program is one of the attention kernel, with fewer registers to spare.
+_MERGE_HERE_ELEMENTS = 4096
+# Counters of a workspace; `share_target` times the number of KV heads may be as many.
+MAX_SHARES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +74,13 @@ class Workspace:
     """Scratch memory of one backend: outputs and log-sum-exps of the shares of one launch.
 
     Grows when a launch needs more. Older memory is kept, since captured launches hold its address.
+    `arrivals` int32 [MAX_SHARES] counts the shares that are done; every launch leaves zeros.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = [torch.empty(0, dtype=torch.float32, device=device)]
+        self.arrivals = torch.zeros(MAX_SHARES, dtype=torch.int32, device=device)
 
     def reserve(self, num_rows: int, block_d: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 with room for [num_rows, block_d] and [num_rows]."""
@@ -146,7 +152,10 @@ def paged_attention(
     out = torch.empty_like(inputs.queries, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    _launch(inputs, out, workspace, config or choose_config(inputs))
+    config = config or choose_config(inputs)
+    if config.share_target * inputs.keys.shape[1] > MAX_SHARES:
+        raise ValueError(f"{config.share_target} shares are too many, over all KV heads")
+    _launch(inputs, out, workspace, config)
     return out
 
 
@@ -166,6 +175,7 @@ def _launch(
     partial_out, partial_lse = workspace.reserve(
         num_items * num_kv_heads * config.block_m if shared else 0, block_d
     )
+    one_query = inputs.query_lens is None
     query_lens = inputs.seq_lens if inputs.query_lens is None else inputs.query_lens
     min_share = max(MIN_KEYS_PER_SHARE, config.block_n)
     sizes = {
@@ -176,11 +186,12 @@ def _launch(
         "BLOCK_M": config.block_m,
         "BATCH_BLOCK": _batch_block(batch_size),
         "WINDOW": inputs.window or 0,
-        "ONE_QUERY": inputs.query_lens is None,
+        "ONE_QUERY": one_query,
         "PDL": config.early,
     }
     early = {"launch_pdl": True} if config.early else {}
-    one_loop = config.one_loop and inputs.query_lens is None
+    merge_rows = min(triton.next_power_of_2(group), config.block_m)
+    one_loop = config.one_loop and one_query
     paged_attention_kernel[(num_kv_heads, num_items)](
         queries,
         out,
@@ -193,6 +204,7 @@ def _launch(
         queries if tree_mask is None else tree_mask.view(torch.uint8),
         partial_out,
         partial_lse,
+        workspace.arrivals,
         batch_size,
         config.share_target,
         min_share,
@@ -209,12 +221,15 @@ def _launch(
         ONE_LOOP=one_loop,
         # Else the masked loop is a block or two: not worth the registers of a pipeline.
         MASKED_STAGES=config.num_stages if one_loop or inputs.window else 1,
+        MERGE_HERE=shared and one_query,
+        MERGE_ROWS=merge_rows,
+        MERGE_SHARES=max(1, _MERGE_HERE_ELEMENTS // (merge_rows * block_d)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **early,
         **sizes,
     )
-    if not shared:
+    if not shared or one_query:
         return
     group_block = triton.next_power_of_2(group)
     merge_shares_kernel[(num_kv_heads, num_tokens)](

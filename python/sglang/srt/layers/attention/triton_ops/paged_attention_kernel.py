@@ -6,8 +6,8 @@ decode step fills the matrix unit with the heads of a group and a draft tree wit
 
 Work items are (request, row block, share of the keys). Which item a program has follows from the
 lengths on the device alone: nothing about a batch is computed on the host, and a captured launch
-stays right when the lengths change. A second kernel merges the shares of row blocks that have
-several.
+stays right when the lengths change. Shares of one row block are merged in a decode step by that of
+its programs which ends last, otherwise by a second kernel.
 
 Called by `paged_attention.py`, which documents the arguments and checks them.
 """
@@ -110,6 +110,49 @@ def _shares(
     return tl.maximum(shares, 1).to(tl.int32)
 
 
+@triton.jit
+def _merged_rows(
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    row_item: tl.tensor,
+    row_in_block: tl.tensor,
+    row_live: tl.tensor,
+    num_shares: tl.tensor,
+    head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    MERGE_SHARES: tl.constexpr,
+) -> tl.tensor:
+    """Weighted mean [ROWS, BLOCK_D] of the shares' outputs; `row_item`: a row's first item."""
+    feature = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total_max = tl.full((ROWS,), NO_VALUE, tl.float32)
+    total_sum = tl.zeros((ROWS,), tl.float32)
+    for first in tl.range(0, num_shares, MERGE_SHARES):
+        share = first + tl.arange(0, MERGE_SHARES)
+        item = (row_item[None, :] + share[:, None]).to(tl.int64)
+        line = (item * NUM_KV_HEADS + head) * BLOCK_M + row_in_block[None, :]
+        live = (share < num_shares)[:, None] & row_live[None, :]
+        # Not from the multiprocessor's own cache: others may have written since this kernel began.
+        lse = tl.load(partial_lse + line, mask=live, other=NO_VALUE, cache_modifier=".cg")
+        part = tl.load(
+            partial_out + line[:, :, None] * BLOCK_D + feature[None, None, :],
+            mask=live[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_max = tl.maximum(total_max, tl.max(lse, 0))
+        safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
+        weights = tl.exp2(lse - safe_max[None, :])
+        fade = tl.exp2(total_max - safe_max)
+        total_sum = total_sum * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
+        total_max = new_max
+    return acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
+
+
 @triton.jit(
     do_not_specialize=["batch_size", "share_target", "min_share", "table_stride"],
 )
@@ -125,6 +168,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     tree_mask: tl.tensor,
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
+    arrivals: tl.tensor,
     batch_size: tl.tensor,
     share_target: tl.tensor,
     min_share: tl.tensor,
@@ -148,9 +192,15 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     PRECISION: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     MASKED_STAGES: tl.constexpr,
+    MERGE_HERE: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Grid: (NUM_KV_HEADS, upper bound of the number of work items)."""
+    if PDL and MERGE_HERE:
+        # What follows is no merging kernel, which needs the room that these programs take.
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     item = tl.program_id(1)
 
@@ -162,26 +212,43 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         all_queries = tl.where(in_batch, 1, 0)
     else:
         all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    all_rows = tl.load(table_rows + lanes, mask=in_batch, other=0)
     all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
     if SHARED:
         all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
     else:
         all_shares = tl.full((BATCH_BLOCK,), 1, tl.int32)
-    all_items = all_blocks * all_shares
-    total_items = tl.sum(all_items, 0)
-    if item >= total_items:
+    if ONE_QUERY:
+        even = tl.max(all_shares, 0) == 1
+    else:
+        even = False
+    if even:
+        # Many requests of about the same length: no need to add up what the others have.
+        BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+        total_items = batch_size * BLOCKS
+        request = item // BLOCKS
+        local = item % BLOCKS
+        num_shares = 1
+        shared_before = 0
+        query_start = request
+    else:
+        all_items = all_blocks * all_shares
+        total_items = tl.sum(all_items, 0)
+        # Last rows first: under a causal mask they have most to do.
+        item = total_items - 1 - item
+        request = tl.sum((tl.cumsum(all_items, 0) <= item).to(tl.int32), 0)
+        before = lanes < request
+        local = item - tl.sum(tl.where(before, all_items, 0), 0)
+        num_shares = tl.sum(tl.where(lanes == request, all_shares, 0), 0)
+        shared_before = tl.sum(tl.where(before & (all_shares > 1), all_blocks, 0), 0)
+        query_start = tl.sum(tl.where(before, all_queries, 0), 0)
+    # Beyond the last item there is nothing to do.
+    if (item < 0) | (request >= batch_size):
         return
-    # Last rows first: under a causal mask they have most to do.
-    item = total_items - 1 - item
-    request = tl.sum((tl.cumsum(all_items, 0) <= item).to(tl.int32), 0)
-    before = lanes < request
-    chosen = lanes == request
-    local = item - tl.sum(tl.where(before, all_items, 0), 0)
-    num_shares = tl.sum(tl.where(chosen, all_shares, 0), 0)
-    seq_len = tl.sum(tl.where(chosen, all_seqs, 0), 0)
-    num_queries = tl.sum(tl.where(chosen, all_queries, 0), 0)
-    query_start = tl.sum(tl.where(before, all_queries, 0), 0).to(tl.int64)
+    query_start = query_start.to(tl.int64)
+    seq_len = tl.load(seq_lens + request).to(tl.int32)
+    num_queries = 1
+    if not ONE_QUERY:
+        num_queries = tl.load(query_lens + request).to(tl.int32)
     row_block = local // num_shares
     share = local % num_shares
 
@@ -212,7 +279,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         high = seq_len
         plain_end = prefix_len
         lines = all_queries.to(tl.int64) * all_seqs
-        tree_mask += tl.sum(tl.where(before, lines, 0), 0)
+        tree_mask += tl.sum(tl.where(lanes < request, lines, 0), 0)
         mask_lines = tl.where(row_live, token * seq_len, 0)
     if WINDOW > 0:
         low = tl.maximum(prefix_len + first_token - WINDOW + 1, 0)
@@ -226,7 +293,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         end = tl.minimum(start + keys_per_share, high)
     plain_end = start + tl.maximum(tl.minimum(plain_end, end) - start, 0) // BLOCK_N * BLOCK_N
 
-    table_row = table + tl.sum(tl.where(chosen, all_rows, 0), 0).to(tl.int64) * table_stride
+    table_row = table + tl.load(table_rows + request).to(tl.int64) * table_stride
     key_base = key_buffer + head * HEAD_DIM
     value_base = value_buffer + head * HEAD_DIM
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -251,7 +318,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             scale_log2,
             HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, True, PRECISION,
         )  # fmt: skip
-    if PDL:
+    if PDL and not MERGE_HERE:
         tl.extra.cuda.gdc_launch_dependents()
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
 
@@ -266,6 +333,26 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             partial_out + line[:, None] * BLOCK_D + feature[None, :], acc, mask=row_live[:, None]
         )
         tl.store(partial_lse + line, row_max + tl.log2(row_sum))
+        if MERGE_HERE:
+            # Row blocks in several shares are at most share_target / 2: so many counters a head.
+            counter = arrivals + (shared_before + row_block) * NUM_KV_HEADS + head
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
+                tl.store(counter, 0)
+                line_in_block = tl.arange(0, MERGE_ROWS)
+                head_in_group = row_block * BLOCK_M + line_in_block
+                live = head_in_group < GROUP
+                first_item = tl.full((MERGE_ROWS,), item - share, tl.int32)
+                merged = _merged_rows(
+                    partial_out, partial_lse, first_item, line_in_block, live, num_shares, head,
+                    NUM_KV_HEADS, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_SHARES,
+                )  # fmt: skip
+                out_row = out + query_start * out_stride + (head * GROUP + head_in_group) * HEAD_DIM
+                tl.store(
+                    out_row[:, None] + feature[None, :],
+                    merged.to(out.dtype.element_ty),
+                    mask=live[:, None] & (feature < HEAD_DIM)[None, :],
+                )
 
 
 @triton.jit(do_not_specialize=["batch_size", "share_target", "min_share"])
@@ -317,29 +404,11 @@ def merge_shares_kernel(
     member = tl.arange(0, GROUP_BLOCK)
     rows = (token - query_start) * GROUP + member
     row_item = first_item + rows // BLOCK_M * num_shares
+    acc = _merged_rows(
+        partial_out, partial_lse, row_item, rows % BLOCK_M, member < GROUP, num_shares, head,
+        NUM_KV_HEADS, BLOCK_D, BLOCK_M, GROUP_BLOCK, MERGE_SHARES,
+    )  # fmt: skip
     feature = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((GROUP_BLOCK, BLOCK_D), tl.float32)
-    total_max = tl.full((GROUP_BLOCK,), NO_VALUE, tl.float32)
-    total_sum = tl.zeros((GROUP_BLOCK,), tl.float32)
-    for first in tl.range(0, num_shares, MERGE_SHARES):
-        share = first + tl.arange(0, MERGE_SHARES)
-        item = (row_item[None, :] + share[:, None]).to(tl.int64)
-        line = (item * NUM_KV_HEADS + head) * BLOCK_M + (rows % BLOCK_M)[None, :]
-        live = (share < num_shares)[:, None] & (member < GROUP)[None, :]
-        lse = tl.load(partial_lse + line, mask=live, other=NO_VALUE)
-        part = tl.load(
-            partial_out + line[:, :, None] * BLOCK_D + feature[None, None, :],
-            mask=live[:, :, None],
-            other=0.0,
-        )
-        new_max = tl.maximum(total_max, tl.max(lse, 0))
-        safe_max = tl.where(new_max == NO_VALUE, 0.0, new_max)
-        weights = tl.exp2(lse - safe_max[None, :])
-        fade = tl.exp2(total_max - safe_max)
-        total_sum = total_sum * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(part * weights[:, :, None], 0)
-        total_max = new_max
-    acc = acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
     out_row = out + token.to(tl.int64) * out_stride + (head * GROUP + member) * HEAD_DIM
     tl.store(
         out_row[:, None] + feature[None, :],
