@@ -11,6 +11,7 @@ Needs a CUDA device.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -19,7 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 from torch.nn import functional
 
-from bench_attention import seconds_per_call
+from bench_attention import Action, seconds_per_call
 from sglang.srt.layers.triton_ops.device import launch_early
 from sglang.srt.layers.triton_ops.gemv import GemvConfig, choose_config, gemv
 
@@ -73,10 +74,12 @@ def bench_shape(
     rows = []
     variants: list[GemvConfig | None] = [None, choose_config(num_out, width, DEVICE), *configs]
     for config in variants:
-        if config is None:
-            actions = [lambda w=w: functional.linear(x, w) for w in weights]
-        else:
-            actions = [lambda w=w, c=config: gemv(x, w, None, config=c) for w in weights]
+        actions: list[Action] = [
+            functools.partial(functional.linear, x, weight)
+            if config is None
+            else functools.partial(gemv, x, weight, None, config=config)
+            for weight in weights
+        ]
         seconds = seconds_per_call(actions, 20)
         share = weights[0].nbytes / seconds / bandwidth
         line = f"{name:8} {seconds * 1e6:8.2f} us  {share:.3f}  {config or 'PyTorch'}"

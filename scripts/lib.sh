@@ -94,7 +94,7 @@ pip_install() { # what (for messages), pip arguments
   local what="$1" quiet=()
   shift
   # On a terminal pip draws its own progress; in a log that is hundreds of lines nobody reads.
-  [ -t 2 ] || quiet=(--quiet)
+  [ -t 2 ] || quiet=(--quiet --progress-bar off)
   say "installing $what ..."
   rm -f "$VENV/hispec-pip.log"
   start_heartbeat "installing $what"

@@ -11,20 +11,9 @@
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-MODEL_GIVEN="" HELP="" HOST=127.0.0.1 PORT=30000 PREVIOUS=""
+HELP=""
 for argument in "$@"; do
-  case "$argument" in
-    --model-path | --model | --model-path=* | --model=*) MODEL_GIVEN=1 ;;
-    --config | --config=*) MODEL_GIVEN=1 ;;
-    --host=*) HOST="${argument#*=}" ;;
-    --port=*) PORT="${argument#*=}" ;;
-    -h | --help) HELP=1 ;;
-  esac
-  case "$PREVIOUS" in
-    --host) HOST="$argument" ;;
-    --port) PORT="$argument" ;;
-  esac
-  PREVIOUS="$argument"
+  case "$argument" in -h | --help) HELP=1 ;; esac
 done
 
 ensure_environment gguf
@@ -34,24 +23,32 @@ if [ -n "$HELP" ]; then
   exec "$PY" -m sglang.cli serve --help
 fi
 
-# Found out now, not after the model has been loaded.
-"$PY" - "$HOST" "$PORT" <<'PYTHON' || die "cannot listen on $HOST:$PORT: it is in use or not allowed; choose another with --port."
-import socket, sys
-host, port = sys.argv[1], sys.argv[2]
-try:
-    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-except (OSError, ValueError, OverflowError):
-    sys.exit(1)
-PYTHON
+# Read by the server's own parser, so that abbreviations and --config mean here what they mean
+# there. Mistakes and a busy port are found now, not after a model has been fetched.
+LISTENS="$("$PY" - "$@" <<'PYTHON'
+import logging, sys
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils.network import wait_port_available
 
-DEFAULTS=(--host "$HOST" --port "$PORT")
-if [ -z "$MODEL_GIVEN" ]; then
+logging.disable()
+try:
+    args = prepare_server_args(sys.argv[1:], defaults=["--model-path", "/the small model"])
+except ValueError as error:
+    sys.exit(f"sglang: error: {error}")
+if args.node_rank == 0 and not wait_port_available(args.port, args.host, 0):
+    sys.exit(
+        f"sglang: error: cannot listen on {args.host}:{args.port}: it is in use or not allowed; "
+        "choose another with --port."
+    )
+print("small" if args.model_path == "/the small model" else "own", args.url())
+PYTHON
+)" || exit 2
+
+DEFAULTS=()
+if [ "${LISTENS%% *}" = small ]; then
   MODEL="$("$PY" "$ROOT/scripts/fetch_model.py" | tail -n 1)" && [ -n "$MODEL" ] \
     || die "the small model could not be fetched (see above); serve one you have with --model-path."
   DEFAULTS+=(--model-path "$MODEL" --served-model-name smollm2-135m-instruct)
 fi
-say "starting the server on http://$HOST:$PORT"
-exec "$PY" -m sglang.cli serve "${DEFAULTS[@]}" "$@"
+say "starting the server on ${LISTENS#* }"
+exec "$PY" -m sglang.cli serve ${DEFAULTS[@]+"${DEFAULTS[@]}"} "$@"

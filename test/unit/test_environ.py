@@ -30,24 +30,24 @@ def test_false_words(text: str) -> None:
 
 
 def test_a_bad_value_raises_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_IS_IN_CI", "maybe")
-    with pytest.raises(EnvValueError, match="SGLANG_IS_IN_CI='maybe'"):
-        envs.SGLANG_IS_IN_CI.get()
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_ON_CPU", "maybe")
+    with pytest.raises(EnvValueError, match="SGLANG_ENABLE_OVERLAP_ON_CPU='maybe'"):
+        envs.SGLANG_ENABLE_OVERLAP_ON_CPU.get()
     monkeypatch.setenv("SGLANG_MAX_N", "many")
     with pytest.raises(EnvValueError, match="SGLANG_MAX_N"):
         envs.SGLANG_MAX_N.get()
 
 
 def test_set_get_and_clear_reach_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_TEST_MAX_RETRY", raising=False)
-    envs.SGLANG_TEST_MAX_RETRY.set(3)
-    assert os.environ["SGLANG_TEST_MAX_RETRY"] == "3"
-    assert envs.SGLANG_TEST_MAX_RETRY.get() == 3
-    envs.SGLANG_TEST_MAX_RETRY.set(None)
-    assert envs.SGLANG_TEST_MAX_RETRY.get() is None
-    envs.SGLANG_IS_IN_CI.set(False)
-    assert os.environ["SGLANG_IS_IN_CI"] == "0"
-    envs.SGLANG_IS_IN_CI.clear()
+    monkeypatch.delenv("SGLANG_MAX_N", raising=False)
+    envs.SGLANG_MAX_N.set(3)
+    assert os.environ["SGLANG_MAX_N"] == "3"
+    assert envs.SGLANG_MAX_N.get() == 3
+    envs.SGLANG_MAX_N.clear()
+    assert envs.SGLANG_MAX_N.get() == 1024
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_ON_CPU", "1")
+    envs.SGLANG_ENABLE_OVERLAP_ON_CPU.set(False)
+    assert os.environ["SGLANG_ENABLE_OVERLAP_ON_CPU"] == "0"
 
 
 def test_override_restores_also_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +77,10 @@ def test_no_other_module_reads_these_variables_itself() -> None:
     offenders = [line for line in listing.stdout.splitlines() if "/srt/environ.py" not in line]
     # Test helpers may set variables for the servers that they start.
     assert [line for line in offenders if "/sglang/test/" not in line] == []
+
+
+def test_every_variable_is_read_somewhere() -> None:
+    text = "\n".join(
+        path.read_text() for path in (ROOT / "python").rglob("*.py") if path.name != "environ.py"
+    )
+    assert [v.name for v in envs.all() if f"envs.{v.name}" not in text] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import pickle
 import subprocess
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 
+import sglang
 from sglang.srt import server_args_validation as validation
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
 from sglang.srt.server_args_fields import LEGACY_FLAGS, human_int
+
+PACKAGE = Path(sglang.__file__).parent
 
 
 def _cpu(**kwargs: Any) -> ServerArgs:
@@ -194,7 +198,7 @@ def test_check_sees_values_assigned_later() -> None:
 @pytest.mark.parametrize("row", validation.NOT_BUILT, ids=lambda row: row.field)
 def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> None:
     default = validation._default_of(row.field)
-    other: Any = {bool: True, int: 2, str: "x"}.get(type(default), "x")
+    other: Any = {bool: True, int: 2, str: "x", float: 0.5}.get(type(default), "x")
     if isinstance(default, list):
         other = ["x.y"]
     hint = next(f for f in dataclasses.fields(ServerArgs) if f.name == row.field)
@@ -239,11 +243,76 @@ def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> N
         ({"max_queued_requests": 0}, "--max-queued-requests"),
         ({"log_requests_level": 4}, "--log-requests-level"),
         ({"model_path": ""}, "--model-path"),
+        ({"page_size": 0}, "--page-size must be at least 1, not 0"),
+        ({"random_seed": 99999999999999999999}, "--random-seed must be at most"),
+        ({"num_threads": 5000}, "--num-threads must be at most"),
+        ({"max_total_tokens": 1 << 40}, "--max-total-tokens must be at most"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         _cpu(**kwargs)
+
+
+def _fields_read_by_the_program() -> set[str]:
+    """Names read from an object called like server arguments, anywhere but where they are checked.
+
+    Names alone would not do: requests, for example, have fields of the same names.
+    """
+    read: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name in ("server_args_fields.py", "server_args_validation.py"):
+            continue
+        owners = {"server_args", "_server_args", "args", "_args"}
+        owners |= {"self"} if path.name == "server_args.py" else set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else None
+                name = owner.id if isinstance(owner, ast.Name) else name
+                if name in owners:
+                    read.add(node.attr)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "getattr" and isinstance(node.args[1], ast.Constant):
+                    read.add(str(node.args[1].value))
+    return read
+
+
+# What these ask for is what always happens, or is turned into another field.
+_DECIDED_AT_CHECK = {"disable_prefill_cuda_graph", "disable_cuda_graph_padding"}
+
+
+def test_every_field_is_used_or_refused() -> None:
+    read = _fields_read_by_the_program()
+    assert {"page_size", "enable_metrics", "nccl_port"} <= read
+    refused = {row.field for row in validation.NOT_BUILT}
+    fields = {spec.name for spec in dataclasses.fields(ServerArgs)}
+    assert fields - read - refused - _DECIDED_AT_CHECK == set()
+    assert read & _DECIDED_AT_CHECK == set()
+
+
+def test_what_a_cpu_has_no_use_for_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    validation.warn_ignored(_cpu())
+    assert not caplog.records
+    validation.warn_ignored(_cpu(cuda_graph_bs_decode=[1, 2], base_gpu_id=1))
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        "--cuda-graph-bs-decode has no effect on CPU",
+        "--base-gpu-id has no effect on CPU",
+    ]
+
+
+def test_an_abbreviated_config_flag_is_not_ignored(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("page-size: 16\n")
+    with pytest.raises(ValueError, match="--config must be written in full"):
+        _parse("--conf", tmp_path / "c.yaml")
+
+
+def test_defaults_are_weaker_than_a_file(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("page-size: 16\n")
+    weak = ["--model-path", "m", "--page-size", "8", "--port", "7"]
+    args = prepare_server_args(["--config", str(tmp_path / "c.yaml")], weak)
+    assert (args.model_path, args.page_size, args.port) == ("m", 16, 7)
 
 
 def test_hicache_layout_rules() -> None:

@@ -60,10 +60,8 @@ class EnvVar(Generic[T]):
         return self.name in os.environ
 
     def set(self, value: T) -> None:
-        """Write the value to this process's environment; None removes the variable."""
-        if value is None:
-            self.clear()
-        elif isinstance(value, bool):
+        """Write the value to this process's environment."""
+        if isinstance(value, bool):
             os.environ[self.name] = "1" if value else "0"
         else:
             os.environ[self.name] = str(value)
@@ -98,14 +96,6 @@ def _float(default: float, doc: str) -> EnvVar[float]:
     return EnvVar(float, default, doc)
 
 
-def _opt_float(doc: str) -> EnvVar[float | None]:
-    return EnvVar(float, None, doc)
-
-
-def _opt_str(doc: str) -> EnvVar[str | None]:
-    return EnvVar(str, None, doc)
-
-
 class Envs:
     """The table. Read through the instance `envs`."""
 
@@ -118,9 +108,6 @@ class Envs:
     )
     SGLANG_ENABLE_OVERLAP_ON_CPU = _switch(
         False, "Use the overlapped scheduler loop on CPU too (tests; no gain there)."
-    )
-    SGLANG_MEMORY_SAVER_CUDA_GRAPH = _switch(
-        False, "The memory saver also covers graph memory (tag cuda_graph)."
     )
 
     SGLANG_TORCH_PROFILER_DIR = EnvVar(
@@ -164,25 +151,6 @@ class Envs:
     )
     SGLANG_WAIT_PORT_TIMEOUT = _float(
         10.0, "Seconds to wait for a busy HTTP port to become free at start."
-    )
-
-    # Speculative decoding
-    SGLANG_SIMULATE_ACC_LEN = _float(
-        -1.0, "Accept this many tokens a step whatever the target says (benchmarks); <= 0: off."
-    )
-
-    # Storage tier
-    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = _opt_str(
-        "Directory of the file storage backend; wins over the extra config."
-    )
-    SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE = _opt_float(
-        "Greatest size in GB of the file storage backend's directory."
-    )
-
-    # Tests
-    SGLANG_IS_IN_CI = _switch(False, "Running in continuous integration.")
-    SGLANG_TEST_MAX_RETRY = EnvVar[int | None](
-        int, None, "How often a failing test method is run again."
     )
 
     def all(self) -> list[EnvVar]:

@@ -192,10 +192,11 @@ def _config_argv(path: str) -> list[str]:
     return argv
 
 
-def prepare_server_args(argv: Sequence[str]) -> ServerArgs:
+def prepare_server_args(argv: Sequence[str], defaults: Sequence[str] = ()) -> ServerArgs:
     """Parse command-line flags. Raises ValueError; exits only for `--help`.
 
-    Flags of a `--config` file come first, so that those on the command line win.
+    Flags of a `--config` file come first, so that those on the command line win; `defaults` are
+    flags that are weaker than both.
     """
     argv = [str(item) for item in argv]
     finder = _Parser(add_help=False, allow_abbrev=False)
@@ -205,7 +206,11 @@ def prepare_server_args(argv: Sequence[str]) -> ServerArgs:
         argv = _config_argv(config) + argv
     parser = _Parser(prog="sglang serve")
     ServerArgs.add_cli_args(parser)
-    return ServerArgs.from_cli_args(parser.parse_args(argv))
+    namespace = parser.parse_args([*defaults, *argv])
+    if namespace.config != config:
+        # An abbreviation, which the search for the file above does not see.
+        raise ValueError("--config must be written in full, and only once, outside the file")
+    return ServerArgs.from_cli_args(namespace)
 
 
 @dataclass

@@ -46,6 +46,24 @@ class NotBuilt:
     allowed: tuple[Any, ...] | None = None
 
 
+# Options of a missing feature: without it they would be read by nobody.
+_SPECULATIVE = (
+    "draft_model_revision draft_load_format num_steps eagle_topk num_draft_tokens "
+    "accept_threshold_single accept_threshold_acc use_rejection_sampling token_map attention_mode "
+    "draft_attention_backend draft_model_quantization ngram_min_bfs_breadth "
+    "ngram_max_bfs_breadth ngram_match_type ngram_max_trie_depth ngram_capacity adaptive_config"
+)
+_HICACHE = (
+    "ratio size host_memory_fraction host_memory_mode write_policy io_backend mem_layout "
+    "storage_backend storage_prefetch_policy storage_backend_extra_config "
+    "storage_retry_poll_interval storage_retry_max_attempts"
+)
+
+
+def _rows(what: str, prefix: str, names: str) -> list[NotBuilt]:
+    return [NotBuilt(prefix + name, what) for name in names.split()]
+
+
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("load_format", "this weight format", ("auto", "safetensors", "pt", "gguf", "dummy")),
     NotBuilt("model_impl", "this model implementation", ("auto", "sglang")),
@@ -75,6 +93,10 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("enable_deterministic_inference", "deterministic inference"),
     NotBuilt("enable_mixed_chunk", "mixed prefill and decode batches"),
     NotBuilt("enable_torch_compile", "torch.compile"),
+    NotBuilt("torch_compile_max_bs", "torch.compile"),
+    NotBuilt("cuda_graph_max_bs_prefill", "graphs of prefill steps"),
+    NotBuilt("cuda_graph_bs_prefill", "graphs of prefill steps"),
+    NotBuilt("crash_dump_folder", "writing the last requests at a crash"),
     NotBuilt("enable_memory_saver", "releasing and resuming memory"),
     NotBuilt("pp_size", "pipeline parallelism"),
     NotBuilt("ep_size", "expert parallelism"),
@@ -89,10 +111,13 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("enable_lora", "LoRA adapters"),
     NotBuilt("lora_paths", "LoRA adapters"),
     NotBuilt("max_lora_rank", "LoRA adapters"),
+    NotBuilt("max_loras_per_batch", "LoRA adapters"),
     NotBuilt("enable_hierarchical_cache", "the hierarchical cache"),
     NotBuilt("speculative_algorithm", "speculative decoding"),
     NotBuilt("speculative_draft_model_path", "speculative decoding"),
     NotBuilt("speculative_adaptive", "adaptive draft lengths"),
+    *_rows("speculative decoding", "speculative_", _SPECULATIVE),
+    *_rows("the hierarchical cache", "hicache_", _HICACHE),
     NotBuilt("reasoning_parser", "reasoning parsers"),
     NotBuilt("tool_call_parser", "tool call parsers"),
     NotBuilt(
@@ -139,6 +164,8 @@ def check_built(args: ServerArgsFields) -> None:
 def normalize(args: ServerArgsFields) -> None:
     """Fill derived defaults in place. Calling it again changes nothing."""
     _normalize_types(args)
+    # What follows divides by some of these.
+    _check_ranges(args)
     _normalize_names(args)
     _normalize_device(args)
     _normalize_scheduling(args)
@@ -161,6 +188,7 @@ def _normalize_types(args: ServerArgsFields) -> None:
 
 
 def _normalize_names(args: ServerArgsFields) -> None:
+    args.model_path = os.path.expanduser(args.model_path)
     if args.tokenizer_path is None:
         args.tokenizer_path = args.model_path
     if args.served_model_name is None:
@@ -183,6 +211,8 @@ def _normalize_names(args: ServerArgsFields) -> None:
 def _normalize_device(args: ServerArgsFields) -> None:
     if args.device == "auto":
         args.device = "cuda" if is_cuda() else "cpu"
+    if args.cuda_graph_backend_decode == "disabled":
+        args.disable_decode_cuda_graph = True
     if args.device == "cpu":
         # Matrix products in half precision are slow on most CPUs, and float32 is the reference.
         if args.dtype == "auto":
@@ -266,6 +296,20 @@ def _normalize_hicache(args: ServerArgsFields) -> None:
         args.hicache_write_policy = "write_through"
 
 
+def warn_ignored(args: ServerArgsFields) -> None:
+    """Say once, at launch, which settings the chosen device has no use for."""
+    if args.device == "cuda":
+        if args.disable_cuda_graph_padding:
+            logger.warning("--disable-cuda-graph-padding has no effect: graphs are padded")
+        return
+    for name in _CUDA_ONLY:
+        if getattr(args, name) != _default_of(name):
+            logger.warning("%s has no effect on CPU", _flag(name))
+
+
+_CUDA_ONLY = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "base_gpu_id", "gpu_id_step")
+
+
 # ------------------------------------------------------------------------------------------------
 # Refusals
 # ------------------------------------------------------------------------------------------------
@@ -323,11 +367,29 @@ _AT_LEAST: dict[str, float] = {
 }
 
 
+# Sizes and numbers of tokens travel as 32-bit integers.
+_INT_MAX = (1 << 31) - 1
+_SEED_MAX = (1 << 62) - 1
+# More threads than this on so few cores can only be a slip.
+_THREADS_PER_CORE = 4
+_ALWAYS_ALLOWED_THREADS = 64
+
+
+def _most(name: str) -> int:
+    if name == "num_threads":
+        return max(_ALWAYS_ALLOWED_THREADS, _THREADS_PER_CORE * available_cpu_count())
+    return _SEED_MAX if name == "random_seed" else _INT_MAX
+
+
 def _check_ranges(args: ServerArgsFields) -> None:
     for name, least in _AT_LEAST.items():
         value = getattr(args, name)
-        if value is not None and (isinstance(value, str) or not value >= least):
+        if value is None:
+            continue
+        if isinstance(value, str) or not value >= least:
             raise ValueError(f"{_flag(name)} must be at least {least:g}, not {value!r}.")
+        if value > _most(name):
+            raise ValueError(f"{_flag(name)} must be at most {_most(name)}, not {value!r}.")
     fraction = args.mem_fraction_static
     _require(
         fraction is None or 0 < fraction < 1,

@@ -153,7 +153,7 @@ def test_a_model_that_does_not_exist_is_a_launch_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_a_launch_error(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="scheduler TP0 failed to start"):
+    with pytest.raises(LaunchError, match="cannot read .*config.json"):
         Engine(**_options(tmp_path), log_level="critical", skip_tokenizer_init=True)
 
 

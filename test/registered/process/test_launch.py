@@ -27,6 +27,7 @@ def fake_targets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "SCHEDULER_TARGET", f"{FAKES}:run_fake_scheduler")
     monkeypatch.setattr(launch, "DETOKENIZER_TARGET", f"{FAKES}:run_fake_detokenizer")
     monkeypatch.setattr(launch, "_FAILURE_GRACE_S", 0.2)
+    monkeypatch.setattr(launch, "check_model", lambda args: None)
     monkeypatch.delenv("FAKE_CHILD", raising=False)
     before = set(psutil.Process().children(recursive=True))
     yield
@@ -164,6 +165,7 @@ def _start_tree(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
             def main():
                 launch.SCHEDULER_TARGET = "{FAKES}:run_fake_scheduler"
                 launch.DETOKENIZER_TARGET = "{FAKES}:run_fake_detokenizer"
+                launch.check_model = lambda args: None
                 args = ServerArgs(model_path="fake", device="cpu", log_level="error")
                 launched = launch.launch_subprocesses(args)
                 pids = " ".join(str(p.pid) for p in launched.processes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import psutil
 import pytest
 import requests
 
+from sglang.srt.entrypoints import launch
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import get_free_ports
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
@@ -202,4 +205,76 @@ def test_a_corrupt_model_shows_the_cause(model_path: Path, tmp_path: Path) -> No
             os.link(file, broken / file.name)
     with _serving(broken, tmp_path / "log") as server:
         assert server.process.wait(60) == 1
-        assert "The server did not start: scheduler TP0 failed to start" in server.log.read_text()
+        log = server.log.read_text()
+        assert log.count("The server did not start: scheduler TP0 failed to start: cannot") == 1
+        assert "--log-level debug" in log
+        assert "Traceback" not in log and "leaked" not in log, log
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda f: (f / "config.json").unlink(), "cannot read .*config.json: No such file"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+        (lambda f: _edit(f, rope_scaling=[5]), "the config of .* has a malformed value"),
+        (lambda f: _edit(f, architectures=["GemmaForX"]), "not supported: GemmaForX; supported"),
+        (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
+        (lambda f: _edit(f, num_attention_heads=9), "--tp-size 2 does not fit: 9 attention heads"),
+        (lambda f: _edit(f, hidden_size=[1]), "'hidden_size' must be a positive integer"),
+    ],
+)
+def test_what_is_known_before_the_start_is_one_sentence(
+    tmp_path: Path, change: Callable[[Path], object], text: str
+) -> None:
+    make_tiny_checkpoint(tmp_path, "llama")
+    change(tmp_path)
+    args = ServerArgs(model_path=str(tmp_path), device="cpu", tp_size=2)
+    with pytest.raises(launch.LaunchError, match=text) as caught:
+        launch.start_subprocesses(args)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_name_is_one_sentence() -> None:
+    args = ServerArgs(model_path="some-one/some-model", device="cpu")
+    with pytest.raises(launch.LaunchError, match="models are not downloaded"):
+        launch.start_subprocesses(args)
+
+
+def test_tensors_that_do_not_fit_are_named_without_a_traceback(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    _edit(tmp_path, num_hidden_layers=config["num_hidden_layers"] + 1)
+    with _serving(tmp_path, tmp_path / "log") as server:
+        assert server.process.wait(60) == 1
+        log = server.log.read_text()
+        assert log.count("missing tensors") == 1
+        assert "Traceback" not in log and "leaked" not in log, log
+
+
+@pytest.mark.parametrize("flags", [("--max-total-tokens", 20), ("--context-length", 3)])
+def test_small_configurations_pass_the_warm_up(
+    model_path: Path, tmp_path: Path, flags: tuple[object, ...]
+) -> None:
+    with _serving(model_path, tmp_path / "log", *flags) as server:
+        server.wait_ready()
+        names = {" ".join(child.cmdline()).strip() for child in server.children}
+        assert {"sglang::scheduler TP0", "sglang::detokenizer"} <= names
+        assert {"sglang:schTP0", "sglang:detokeni"} <= {c.name() for c in server.children}
+
+
+def test_a_refused_warm_up_is_told_once_and_exits_with_one(
+    model_path: Path, tmp_path: Path
+) -> None:
+    with _serving(model_path, tmp_path / "log", "--context-length", 1) as server:
+        assert server.process.wait(60) == 1, server.log.read_text()
+        log = server.log.read_text()
+        assert log.count("The warm-up request failed: ") == 1
+        assert "its warm-up request failed" in log
+        assert "SIGKILL" not in log and "Traceback" not in log, log
+
+
+def _edit(folder: Path, **values: object) -> None:
+    """Overwrite keys of the config."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))

@@ -12,11 +12,19 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.model_config import (
-    ALLOW_LONGER_CONTEXT_ENV,
+    SUPPORTED_ARCHITECTURES,
     ModelConfig,
     ModelConfigError,
 )
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config
+
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+
+
+def test_the_names_listed_without_torch_are_those_of_the_registry() -> None:
+    from sglang.srt.models.registry import MODEL_CLASSES
+
+    assert sorted(SUPPORTED_ARCHITECTURES) == sorted(MODEL_CLASSES)
 
 
 def build(family: str = "llama", **kwargs: Any) -> ModelConfig:
@@ -74,11 +82,11 @@ def test_context_length_counts_rope_scaling(scaling: dict[str, Any] | None, expe
 
 
 def test_context_length_may_shrink_but_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ALLOW_LONGER_CONTEXT_ENV, raising=False)
+    monkeypatch.delenv(_LONGER, raising=False)
     assert build(context_length=100).context_len == 100
-    with pytest.raises(ModelConfigError, match=f"513.*512.*{ALLOW_LONGER_CONTEXT_ENV}"):
+    with pytest.raises(ModelConfigError, match=f"513.*512.*{_LONGER}"):
         build(context_length=513)
-    monkeypatch.setenv(ALLOW_LONGER_CONTEXT_ENV, "1")
+    monkeypatch.setenv(_LONGER, "1")
     assert build(context_length=513).context_len == 513
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +15,18 @@ from typing import Any
 import pytest
 import requests
 
+from sglang.srt.entrypoints.http_memory import LARGE_BODY_BYTES
 from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ProfileReqInput,
+    SlowDownReqInput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils.memory_return import MemoryReturner
 from sglang.test.fakes.http_front import HttpFront
-from sglang.test.fakes.tiny_tokenizer import CONTEXT_LEN
+from sglang.test.fakes.tiny_tokenizer import CONTEXT_LEN, VOCAB_SIZE
 
 FOUR = {"max_new_tokens": 4}
 ENDLESS = {"max_new_tokens": 200}
@@ -334,6 +344,157 @@ def test_small_controls(http: HttpFront) -> None:
     assert http.post("/configure_logging", json={"log_requests": True}).content == b""
     assert http.post("/configure_logging", json={"log_requests_level": 7}).status_code == 400
     http.post("/configure_logging", json={"log_requests": False})
+
+
+SENSELESS_CONTROLS: list[tuple[str, dict[str, Any]]] = [
+    ("/slow_down", {"forward_sleep_time": -1}),
+    ("/slow_down", {"forward_sleep_time": 61}),
+    ("/slow_down", {"forward_sleep_time": "nan"}),
+    ("/start_profile", {"activities": ["CPU", "NOPE"]}),
+    ("/start_profile", {"profile_id": "../x"}),
+    ("/start_profile", {"profile_id": "a/b"}),
+    ("/start_profile", {"profile_prefix": "a b"}),
+    ("/start_profile", {"profile_prefix": "a" * 101}),
+    ("/start_profile", {"start_step": -1}),
+    ("/start_profile", {"num_steps": -3}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SENSELESS_CONTROLS)
+def test_senseless_controls_stop_at_the_front(
+    http: HttpFront, path: str, body: dict[str, Any]
+) -> None:
+    reply = http.post(path, json=body)
+    assert reply.status_code == 400
+    assert next(iter(body)) in reply.json()["error"]["message"]
+    assert http.scheduler.of_type(SlowDownReqInput) == http.scheduler.of_type(ProfileReqInput) == []
+
+
+def test_sensible_controls_reach_the_schedulers(http: HttpFront) -> None:
+    for sleep_s in (0, 60, 0.5, None):
+        assert http.post("/slow_down", json={"forward_sleep_time": sleep_s}).status_code == 200
+    sent = http.scheduler.of_type(SlowDownReqInput)
+    assert [message.forward_sleep_time for message in sent] == [0, 60, 0.5, None]
+    body = {"activities": ["CPU", "GPU"], "profile_id": "run-1.a_B", "profile_prefix": ""}
+    assert http.post("/start_profile", json={**body, "start_step": 0}).status_code == 200
+    assert http.scheduler.of_type(ProfileReqInput)[-1].profile_id == "run-1.a_B"
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/freeze_gc", "/stop_profile", "/start_profile"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_controls_without_options_refuse_broken_json(
+    http: HttpFront, method: str, path: str
+) -> None:
+    reply = http.request(method, path, data=b"{oops")
+    assert reply.status_code == 400 and reply.json()["type"] == "Bad Request"
+    assert http.request(method, path).status_code == 200  # no body at all
+
+
+@pytest.mark.parametrize("body", [{}, {"new_version": ""}, {"new_version": None}, None])
+def test_weight_version_must_be_given(http: HttpFront, body: Any) -> None:
+    reply = http.post("/update_weight_version", json=body)
+    assert reply.status_code == 400 and "new_version" in reply.json()["message"]
+    assert http.get("/get_weight_version").json() == {"weight_version": "default"}
+
+
+def test_stop_token_outside_the_vocabulary(http: HttpFront) -> None:
+    body = {"text": "a", "sampling_params": {"stop_token_ids": [1, VOCAB_SIZE]}}
+    reply = http.post("/generate", json=body)
+    assert reply.status_code == 400 and "stop_token_ids" in reply.json()["error"]["message"]
+    body["sampling_params"] = {"stop_token_ids": [VOCAB_SIZE - 1], "max_new_tokens": 1}
+    assert http.post("/generate", json=body).status_code == 200
+
+
+def test_text_that_cannot_fit_is_refused_untokenised(
+    http: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise AssertionError("tokenised")
+
+    assert http.front.manager.tokenizer is not None
+    monkeypatch.setattr(http.front.manager.tokenizer, "encode_batch", fail)
+    text = "hello " * 500_000
+    reply = http.post("/generate", json={"text": ["a", text]})
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400 and f"context length ({CONTEXT_LEN} tokens)" in message
+    assert message.startswith("The input (at least ")
+    chat = {"messages": [{"role": "user", "content": text}]}
+    assert "at least" in http.post("/v1/chat/completions", json=chat).json()["message"]
+    completion = http.post("/v1/completions", json={"prompt": text})
+    assert completion.status_code == 400 and "at least" in completion.json()["message"]
+
+
+def test_memory_is_given_back_after_large_bodies_only(
+    http: HttpFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[bool] = []
+    monkeypatch.setattr(MemoryReturner, "request", lambda self: requested.append(True))
+    http.post("/generate", json={"text": "a", "sampling_params": FOUR})
+    assert requested == []
+    http.post("/generate", json={"text": "x" * (LARGE_BODY_BYTES + 1)})
+    wait_for(lambda: requested == [True])
+
+
+def test_held_requests_show_in_the_loads(http: HttpFront) -> None:
+    http.post("/pause_generation")
+    with ThreadPoolExecutor(3) as pool:
+        body = {"text": "abcd", "sampling_params": FOUR}
+        futures = [pool.submit(http.post, "/generate", json=body) for _ in range(3)]
+        wait_for(lambda: len(http.front.manager.rid_to_state) == 3)
+        wait_for(lambda: all(s.prompt_ids for s in http.front.manager.rid_to_state.values()))
+        (load,) = http.get("/v1/loads").json()["loads"]
+        assert load["num_waiting_reqs"] == 3 and load["queues"]["paused"] == 3
+        assert load["num_waiting_uncached_tokens"] == 12
+        assert http.get("/get_load").json()[0]["num_waiting_reqs"] == 3
+        http.post("/continue_generation")
+        assert {future.result().status_code for future in futures} == {200}
+    (load,) = http.get("/v1/loads").json()["loads"]
+    assert load["num_waiting_reqs"] == 0
+
+
+def test_held_requests_are_bounded(http: HttpFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http.front.manager.server_args, "max_queued_requests", 2)
+    http.post("/pause_generation")
+    with ThreadPoolExecutor(2) as pool:
+        body = {"text": "a", "sampling_params": FOUR}
+        futures = [pool.submit(http.post, "/generate", json=body) for _ in range(2)]
+        wait_for(lambda: len(http.front.manager.rid_to_state) == 2)
+        reply = http.post("/generate", json=body)
+        assert reply.status_code == 503
+        assert reply.json()["message"] == "The request queue is full."
+        assert len(http.front.manager.rid_to_state) == 2
+        http.post("/continue_generation")
+        assert {future.result().status_code for future in futures} == {200}
+    assert http.post("/generate", json={**body, "text": ["a"] * 5}).status_code == 200
+
+
+def test_answer_cut_short_by_nan_is_logged_once(
+    http: HttpFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    http.scheduler.refuse = {"type": "stop", "matched": "NaN happened"}
+    reply = http.post("/generate", json={"text": "a", "rid": "broken-7"})
+    assert reply.json()["meta_info"]["finish_reason"]["matched"] == "NaN happened"
+    warnings = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
+    assert len(warnings) == 1 and "broken-7" in warnings[0]
+
+
+def test_suspended_engine_is_not_a_long_step(http: HttpFront) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    http.front.manager.engine_pids = [child.pid]
+    http.scheduler.silent = True
+    try:
+        assert http.get("/health").status_code == 200  # silent for a moment only
+        child.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        assert http.get("/health").status_code == 503
+        assert time.monotonic() - started < 3
+        child.send_signal(signal.SIGCONT)
+        http.scheduler.silent = False
+        assert http.get("/health").status_code == 200
+    finally:
+        http.front.manager.engine_pids = []
+        child.kill()
+        child.wait()
 
 
 def test_weight_version_and_get_with_a_body(http: HttpFront) -> None:

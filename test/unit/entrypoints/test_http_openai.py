@@ -359,6 +359,39 @@ def test_generation_config_gives_chat_defaults(tmp_path: Path) -> None:
     assert model_sampling_defaults(args) == {}
 
 
+def test_tokenize_messages_gives_the_chats_prompt(http: HttpFront) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    chat = http.post("/v1/chat/completions", json=body).json()
+    for path in ("/tokenize", "/v1/tokenize"):
+        answer = http.post(path, json={"messages": messages}).json()
+        assert answer["tokens"] == chat["sglext"]["input_ids"]
+        assert answer["count"] == len(answer["tokens"]) > 5
+    shorter = {"messages": messages, "add_generation_prompt": False}
+    assert http.post("/tokenize", json=shorter).json()["count"] < answer["count"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"prompt": None}, {"messages": []}, {"prompt": "a", "messages": [{"role": "user"}]}],
+)
+def test_tokenize_needs_exactly_one_source(http: HttpFront, body: dict[str, Any]) -> None:
+    reply = http.post("/tokenize", json=body)
+    assert reply.status_code == 400 and reply.json()["object"] == "error"
+
+
+def test_tokenize_of_empty_text_is_no_tokens(http: HttpFront) -> None:
+    answer = http.post("/tokenize", json={"prompt": ""}).json()
+    assert (answer["tokens"], answer["count"]) == ([], 0)
+
+
+def test_detokenize_needs_tokens(http: HttpFront) -> None:
+    for body in ({}, {"tokens": None}, {"token": [1]}):
+        reply = http.post("/detokenize", json=body)
+        assert reply.status_code == 400 and "tokens" in reply.json()["message"]
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"text": ""}
+
+
 def test_chat_defaults_over_http_and_cache_report(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.25}')

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 from tokenizers import Tokenizer
 
 from sglang.srt.model_loader.gguf import (
@@ -16,7 +16,8 @@ from sglang.srt.model_loader.gguf import (
     iterate_gguf_weights,
     undo_rope_permutation,
 )
-from sglang.srt.utils.gguf_file import GgufFile, UnsupportedGgufError
+from sglang.srt.utils.gguf_file import GgufFile, UnsupportedGgufError, open_gguf
+from sglang.srt.utils.gguf_reader import GgufReader
 from sglang.srt.utils.tokenizer import get_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 64, 4, 2, 16, 96, 2
@@ -290,3 +291,33 @@ def test_a_cut_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UnsupportedGgufError):
         dict(iterate_gguf_weights(tmp_path / "cut.gguf"))
+
+
+def test_the_header_reader_agrees_with_the_reference_package(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", hf_weights(11))
+    ours, reference = GgufReader(tmp_path / "m.gguf"), GGUFReader(tmp_path / "m.gguf")
+    fields = {k: v.contents() for k, v in reference.fields.items() if not k.startswith("GGUF.")}
+    assert ours.fields == fields
+    for mine, theirs in zip(ours.tensors, reference.tensors, strict=True):
+        assert (mine.name, mine.type_id) == (theirs.name, int(theirs.tensor_type))
+        assert mine.data.dtype == theirs.data.dtype
+        np.testing.assert_array_equal(mine.data, theirs.data)
+
+
+def test_any_cut_of_the_header_is_a_sentence(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", hf_weights(12))
+    whole = (tmp_path / "m.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for size in [*range(0, 200, 7), 400, 1000]:
+        cut.write_bytes(whole[:size])
+        with pytest.raises(UnsupportedGgufError, match="no readable GGUF file"):
+            GgufFile(cut)
+
+
+def test_a_file_is_parsed_once_until_it_changes(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, hf_weights(13))
+    first = open_gguf(path)
+    assert open_gguf(str(path)) is first
+    write_gguf(path, hf_weights(13), add_bos=True)
+    assert open_gguf(path) is not first

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.utils.gguf_file import GgufFile
+from sglang.srt.environ import envs
+from sglang.srt.utils.gguf_file import open_gguf
 
 logger = logging.getLogger(__name__)
 
-ALLOW_LONGER_CONTEXT_ENV = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 
 # Accepted spellings of a dtype -> torch attribute name.
 _DTYPE_NAMES = {
@@ -37,6 +36,15 @@ _DTYPE_NAMES = {
 # Rope types whose `factor` does not lengthen the context beyond `max_position_embeddings`:
 # the published llama3 configurations already state the extended length there.
 _ROPE_TYPES_WITHOUT_STRETCH = ("default", "llama3", "longrope", "su", "proportional")
+
+
+# What `models.registry` has classes for. Listed here, because importing those takes torch.
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 
 class ModelConfigError(ValueError):
@@ -130,16 +138,24 @@ class ModelConfig:
         sizes are missing is refused, because its code is never run here.
         Raises ModelConfigError with the reason.
         """
-        hf_config, generation_config = _read_checkpoint_config(Path(model_path))
-        return cls.from_dict(
-            hf_config,
-            model_path=model_path,
-            dtype=dtype,
-            context_length=context_length,
-            override_args=override_args,
-            generation_config=generation_config,
-            device=device,
-        )
+        root = Path(model_path).expanduser()
+        hf_config, generation_config = _read_checkpoint_config(root)
+        try:
+            return cls.from_dict(
+                hf_config,
+                model_path=model_path,
+                dtype=dtype,
+                context_length=context_length,
+                override_args=override_args,
+                generation_config=generation_config,
+                device=device,
+            )
+        except ModelConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelConfigError(
+                f"the config of {root} has a malformed value: {error}"
+            ) from error
 
     @classmethod
     def from_dict(
@@ -304,9 +320,10 @@ def _choose_context_len(requested: int | None, supported: int) -> int:
         f"context length {requested} is greater than the {supported} that the model's "
         "configuration supports"
     )
-    if os.environ.get(ALLOW_LONGER_CONTEXT_ENV, "").strip().lower() not in ("1", "true", "yes"):
-        raise ModelConfigError(f"{message}; set {ALLOW_LONGER_CONTEXT_ENV}=1 to use it anyway")
-    logger.warning("%s; used because %s is set", message, ALLOW_LONGER_CONTEXT_ENV)
+    switch = envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
+    if not switch.get():
+        raise ModelConfigError(f"{message}; set {switch.name}=1 to use it anyway")
+    logger.warning("%s; used because %s is set", message, switch.name)
     return requested
 
 
@@ -330,7 +347,7 @@ def _read_checkpoint_config(root: Path) -> tuple[dict[str, Any], dict[str, Any]]
     if not config_file.is_file():
         gguf_file = find_gguf_file(root) if root.exists() else None
         if gguf_file is not None:
-            header = GgufFile(gguf_file)
+            header = open_gguf(gguf_file)
             return header.hf_config(), header.generation_config()
     config = _read_json(config_file)
     generation_file = config_file.parent / "generation_config.json"

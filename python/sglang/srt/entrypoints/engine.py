@@ -49,6 +49,9 @@ class Engine(EngineBase):
             self._launched.shutdown()
             self.loop.close()
             raise
+        self.tokenizer_manager.engine_pids = [
+            process.pid for process in self._launched.processes if process.pid is not None
+        ]
         self.tokenizer_manager.server_status = ServerStatus.Up
         self._launched.watchdog.add_failure_callback(self._on_failure)
 

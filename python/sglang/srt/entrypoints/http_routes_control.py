@@ -9,8 +9,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from sglang.srt.entrypoints.http_body import body_schema, convert, read_as, read_json
-from sglang.srt.entrypoints.http_errors import json_response, native_error
+from sglang.srt.entrypoints.http_body import (
+    BodyError,
+    body_schema,
+    convert,
+    read_as,
+    read_json,
+)
+from sglang.srt.entrypoints.http_errors import json_response, native_error, weight_error
 from sglang.srt.entrypoints.http_state import get_manager
 from sglang.srt.entrypoints.http_stream import answers_errors
 from sglang.srt.managers.io_struct import (
@@ -23,9 +29,18 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.managers.request_errors import RequestError
 
 router = APIRouter()
+
+
+def _weight_version_error(exc: RequestError) -> Response:
+    """A refusal keeps the keys of a success; an engine that is gone is no refusal."""
+    return native_error(exc) if exc.status_code >= 500 else weight_error(exc.message)
+
+
 native = answers_errors(native_error)
+versions = answers_errors(_weight_version_error)
 GET_POST = ["GET", "POST"]
 
 
@@ -35,6 +50,7 @@ async def flush_cache(
     request: Request, timeout: float = Query(0.0, ge=0, allow_inf_nan=False)
 ) -> Response:
     """Empty the caches; with `timeout`, at the first idle moment within that many seconds."""
+    await read_json(request)  # nothing is read from it, but broken JSON is an error everywhere
     reply = await get_manager().flush_cache(timeout)
     if reply.success:
         return PlainTextResponse(reply.message or "Cache flushed.\n")
@@ -92,6 +108,7 @@ async def configure_logging(request: Request) -> Response:
 @native
 async def freeze_gc(request: Request) -> Response:
     """Exempt everything alive now from garbage collection, in all processes."""
+    await read_json(request)
     manager = get_manager()
     await manager.control.freeze_gc()
     manager.freeze_gc()
@@ -121,15 +138,21 @@ async def start_profile(request: Request) -> Response:
 @native
 async def stop_profile(request: Request) -> Response:
     """Stop the profiler and write its traces."""
+    await read_json(request)
     await get_manager().stop_profile()
     return PlainTextResponse("Stop profiling. This will take some time.\n")
 
 
-@router.post("/update_weight_version", openapi_extra=body_schema(UpdateWeightVersionReqInput))
-@native
+@router.post(
+    "/update_weight_version",
+    openapi_extra=body_schema(UpdateWeightVersionReqInput, required=True),
+)
+@versions
 async def update_weight_version(request: Request) -> Response:
     """Put a new label on the weights in use."""
     obj = await read_as(request, UpdateWeightVersionReqInput)
+    if not obj.new_version:
+        raise BodyError("new_version must be given and not empty.")
     await get_manager().update_weight_version(obj)
     return json_response(
         {

@@ -155,7 +155,7 @@ async def loads(
     groups = _wanted_groups(include)
     if format not in ("json", "prometheus"):
         raise RequestError(f"format must be json or prometheus, got {format!r}.")
-    reports = await manager.control.get_loads()
+    reports = await manager.get_loads()
     if dp_rank is not None:
         reports = [load for load in reports if load["dp_rank"] == dp_rank]
         if not reports:
@@ -190,7 +190,7 @@ async def get_load(request: Request) -> Response:
                 "num_waiting_reqs": load["num_waiting_reqs"],
                 "num_tokens": load["num_total_tokens"],
             }
-            for load in await get_manager().control.get_loads()
+            for load in await get_manager().get_loads()
         ]
     )
 

@@ -52,11 +52,12 @@ def _get_serving() -> _Serving:
     state = get_global_state()
     manager, templates = state.tokenizer_manager, state.template_manager
     if _serving is None or _serving.manager is not manager:
+        chat = OpenAIServingChat(manager, templates)
         _serving = _Serving(
             manager,
-            OpenAIServingChat(manager, templates),
+            chat,
             OpenAIServingCompletion(manager, templates),
-            OpenAIServingModels(manager),
+            OpenAIServingModels(manager, chat),
         )
     return _serving
 
@@ -143,8 +144,8 @@ async def model_card(model_id: str) -> Response:
     return json_response({"error": error}, 404)
 
 
-@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
-@router.post("/v1/tokenize", openapi_extra=body_schema(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest, required=True))
+@router.post("/v1/tokenize", openapi_extra=body_schema(TokenizeRequest, required=True))
 @openai
 async def tokenize(request: Request) -> Response:
     """Text to token ids."""
@@ -153,8 +154,8 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
-@router.post("/v1/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest, required=True))
+@router.post("/v1/detokenize", openapi_extra=body_schema(DetokenizeRequest, required=True))
 @openai
 async def detokenize(request: Request) -> Response:
     """Token ids to text."""

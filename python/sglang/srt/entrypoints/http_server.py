@@ -37,13 +37,19 @@ from sglang.srt.entrypoints import (
 )
 from sglang.srt.entrypoints.http_auth import Access, AuthMiddleware
 from sglang.srt.entrypoints.http_errors import http_exception, validation_error
+from sglang.srt.entrypoints.http_memory import LargeBodyMiddleware
 from sglang.srt.entrypoints.http_routes_native import health_generate
 from sglang.srt.entrypoints.http_state import (
     _GlobalState,
     get_global_state,
     set_global_state,
 )
-from sglang.srt.entrypoints.launch import Launched, Launching, launch_subprocesses
+from sglang.srt.entrypoints.launch import (
+    Launched,
+    LaunchError,
+    Launching,
+    launch_subprocesses,
+)
 from sglang.srt.entrypoints.openai.template_manager import TemplateManager
 from sglang.srt.environ import envs
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
@@ -74,12 +80,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_WARMUP_PROMPT = "The capital city of France is"
-_WARMUP_IDS = [10, 11, 12]
+_WARMUP_PROMPT = "Hi"
 _WARMUP_TOKENS = 8
 _WARMUP_POLLS = 120
 _WARMUP_TIMEOUT_S = 600.0
 _KEEP_ALIVE_S = 60
+_ERROR_BYTES = 4000
 
 
 # ------------------------------------------------------------------------------------------------
@@ -151,6 +157,7 @@ def _on_failure(request: Request, exc: Exception) -> Response:
 def create_app() -> FastAPI:
     """The application with all routes; middleware that depends on settings comes later."""
     application = FastAPI(title="HiSpec", version=__version__, lifespan=_lifespan)
+    application.add_middleware(LargeBodyMiddleware)
     application.add_middleware(
         CORSMiddleware,
         allow_origins=["*"],
@@ -236,11 +243,17 @@ def _own_url(server_args: ServerArgs) -> str:
 
 
 def _warmup_body(server_args: ServerArgs) -> dict[str, Any]:
-    prompt: Any = _WARMUP_IDS if server_args.skip_tokenizer_init else _WARMUP_PROMPT
-    field = "input_ids" if server_args.skip_tokenizer_init else "text"
+    """A few tokens for every replica: no more than the smallest configuration can hold."""
+    manager = get_global_state().tokenizer_manager
+    info = manager.scheduler_infos[0]
+    room = min(info.context_len, info.max_total_num_tokens)
+    # Ids, so that the length is known here; encoding them makes the tokenizer ready, too.
+    ids = manager.tokenizer.encode(_WARMUP_PROMPT) if manager.tokenizer is not None else []
+    ids = (ids or [0])[: max(1, info.max_req_input_len)]
+    new_tokens = max(1, min(_WARMUP_TOKENS, room - len(ids)))
     return {
-        field: [prompt] * server_args.dp_size if server_args.dp_size > 1 else prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": _WARMUP_TOKENS},
+        "input_ids": [ids] * server_args.dp_size if server_args.dp_size > 1 else ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens},
         "no_logs": True,
         "log_metrics": False,
     }
@@ -257,12 +270,22 @@ def _execute_server_warmup(server_args: ServerArgs) -> bool:
     try:
         _http_json(server_args, "/generate", _warmup_body(server_args), _WARMUP_TIMEOUT_S)
     except urllib.error.HTTPError as exc:
-        logger.error("The warm-up request failed: %s %s", exc, exc.read(2000))
+        logger.error("The warm-up request failed: %s", _error_text(exc))
         return False
     except OSError as exc:
         logger.error("The warm-up request failed: %s", exc)
         return False
     return True
+
+
+def _error_text(error: urllib.error.HTTPError) -> str:
+    """The sentence in our own error answer."""
+    body = error.read(_ERROR_BYTES).decode("utf-8", "replace")
+    try:
+        answer = json.loads(body)
+        return str(answer.get("message") or answer["error"]["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{error} {body}".strip()
 
 
 def _wait_and_warmup(
@@ -275,6 +298,10 @@ def _wait_and_warmup(
     if not execute_warmup_func(server_args):
         if manager.gracefully_exit:
             return
+        if _server is not None:
+            _server.stop_as_failed()
+            return
+        # The application runs under somebody else's server, which knows nothing of this.
         logger.critical("The server does not work and is stopped")
         kill_process_tree(os.getpid())
         return
@@ -295,6 +322,13 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, manager: TokenizerManager) -> None:
         super().__init__(config)
         self._manager = manager
+        self.has_failed = False
+
+    def stop_as_failed(self) -> None:
+        """From the warm-up thread: leave, and let the launcher report a failure."""
+        self.has_failed = True
+        self._manager.gracefully_exit = True
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._manager.gracefully_exit = True
@@ -315,6 +349,10 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+# The one that runs in this process now; None where other code runs the application.
+_server: _Server | None = None
+
+
 def _metrics(server_args: ServerArgs, manager: TokenizerManager) -> TokenizerMetrics:
     labels = TokenizerLabels(
         model_name=manager.served_model_name,
@@ -332,7 +370,7 @@ def _metrics(server_args: ServerArgs, manager: TokenizerManager) -> TokenizerMet
 
 
 def _setup_and_run_http_server(server_args: ServerArgs, state: _GlobalState) -> None:
-    """Serve `app` for this state until a signal comes."""
+    """Serve `app` for this state until a signal comes. Raises LaunchError without a warm-up."""
     set_global_state(state)
     manager = state.tokenizer_manager
     if server_args.enable_metrics:
@@ -355,7 +393,14 @@ def _setup_and_run_http_server(server_args: ServerArgs, state: _GlobalState) -> 
         ssl_ca_certs=server_args.ssl_ca_certs,
         ssl_keyfile_password=server_args.ssl_keyfile_password,
     )
-    _Server(config, manager).run()
+    global _server
+    _server = server = _Server(config, manager)
+    try:
+        server.run()
+    finally:
+        _server = None
+    if server.has_failed:
+        raise LaunchError("its warm-up request failed (see above)")
 
 
 def _connect_watchdog(launched: Launched, manager: TokenizerManager) -> None:
@@ -382,6 +427,7 @@ def launch_server(server_args: ServerArgs, *, launching: Launching | None = None
             return
         manager = TokenizerManager(server_args, launched.port_args, launched.scheduler_infos)
         _connect_watchdog(launched, manager)
+        manager.engine_pids = [p.pid for p in launched.processes if p.pid is not None]
         templates = TemplateManager(manager.tokenizer, server_args.chat_template)
         state = _GlobalState(
             tokenizer_manager=manager,

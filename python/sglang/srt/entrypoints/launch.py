@@ -32,12 +32,15 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
+from sglang.srt.entrypoints.model_check import check_model
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SchedulerReady, ShutdownReq
 from sglang.srt.managers.ipc import PushChannel
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.server_args_validation import warn_ignored
 from sglang.srt.utils.common import (
     get_exception_traceback,
     kill_process_tree,
@@ -58,11 +61,16 @@ READY = "ready"
 # After a failure the front gets this long to answer waiting requests before the tree is killed.
 _FAILURE_GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
+# Place of arg_start in /proc/self/stat, counted from the field after the name; arg_end follows.
+_ARG_START = 45
 _PR_SET_NAME = 15
+# The kernel keeps this many bytes of a name, the closing zero not counted.
+_NAME_BYTES = 15
 
 
 class LaunchError(RuntimeError):
-    """A child did not become ready. The text holds its traceback or exit code."""
+    """The server did not start. The text says why: a sentence where the cause is a setting or a
+    file, else the child's traceback or exit code."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -85,6 +93,7 @@ class ChildSpec:
 def _child_main(spec: ChildSpec, pipe_writer: Connection, parent_dies_with_thread: bool) -> None:
     """Body of every child process."""
     _die_with_parent(parent_dies_with_thread)
+    _set_title(spec.name)
     os.environ.update(spec.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -97,13 +106,44 @@ def _child_main(spec: ChildSpec, pipe_writer: Connection, parent_dies_with_threa
     try:
         module, _, function = spec.target.partition(":")
         getattr(importlib.import_module(module), function)(*spec.args, pipe_writer)
-    except Exception:
+    except Exception as error:
         trace = get_exception_traceback()
-        logger.error("%s failed:\n%s", spec.name, trace)
-        _send_quietly(pipe_writer, trace)
+        if isinstance(error, _USER_ERRORS) and not pipe_writer.closed:
+            # A model or setting that cannot be served: the parent shows the sentence, once.
+            logger.debug("%s failed:\n%s", spec.name, trace)
+            _send_quietly(pipe_writer, f"{_one_line(error)} ({_TRACE_HINT})")
+        else:
+            logger.error("%s failed:\n%s", spec.name, trace)
+            _send_quietly(pipe_writer, trace)
         logging.shutdown()
         # Threads of the failed body (storage, collectives) must not keep the process alive.
         os._exit(1)
+
+
+# While a child starts these mean a bad file or setting; all else is a mistake in this program.
+_USER_ERRORS = (ValueError, OSError)
+_TRACE_HINT = "run with --log-level debug for the trace"
+
+
+def _one_line(error: BaseException) -> str:
+    """The text of an exception without line breaks, never empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _set_title(name: str) -> None:
+    """Let `ps` and `top` tell the children apart: "sglang::scheduler TP0"."""
+    short = ("sglang:" + name.replace("scheduler", "sch").replace(" ", ""))[:_NAME_BYTES]
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, short.encode(), 0, 0, 0)
+    # The command line that `ps` shows lies in our own memory, between these two addresses.
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
+    except (OSError, ValueError, IndexError):
+        logger.debug("no /proc here: the command line keeps its text")
+        return
+    if 0 < start < end:
+        title = f"sglang::{name}".encode()[: end - start - 1]
+        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def _send_quietly(writer: Connection, text: str) -> None:
@@ -117,7 +157,6 @@ def _send_quietly(writer: Connection, text: str) -> None:
 def _die_with_parent(parent_dies_with_thread: bool) -> None:
     """End this process when the parent ends, also when the parent is killed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NAME, b"sglang-child", 0, 0, 0)
     if parent_dies_with_thread:
         # The kernel sends this when the *thread* that started us ends, so it is only used when
         # that was the parent's main thread.
@@ -266,10 +305,11 @@ def start_subprocesses(
 
     `exit_on_failure`: a child that dies later ends this process too, with a non-zero code.
     Raises ValueError when the arguments were changed to something that cannot work, LaunchError
-    when a model path is missing.
+    when the model cannot be served.
     """
     server_args.check()
-    _check_paths(server_args)
+    _check_model(server_args)
+    warn_ignored(server_args)
     metrics_dir = None
     if server_args.enable_metrics:
         owned = not os.environ.get("PROMETHEUS_MULTIPROC_DIR")
@@ -293,15 +333,12 @@ def start_subprocesses(
     return launching
 
 
-def _check_paths(server_args: ServerArgs) -> None:
+def _check_model(server_args: ServerArgs) -> None:
     """Say at once, in one sentence, what a child would take seconds to fail with."""
-    for flag, path in (
-        ("--model-path", server_args.model_path),
-        ("--tokenizer-path", server_args.tokenizer_path),
-    ):
-        is_hub_name = path is None or not path.startswith(("/", "./", "../", "~"))
-        if not is_hub_name and not os.path.exists(os.path.expanduser(path or "")):
-            raise LaunchError(f"{flag} {path} does not exist")
+    try:
+        check_model(server_args)
+    except (ValueError, OSError) as error:
+        raise LaunchError(_one_line(error)) from error
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,7 +398,8 @@ class Launching:
         except (EOFError, OSError) as error:
             raise LaunchError(f"not ready: {child.describe_exit()}") from error
         if isinstance(message, str) and message != READY:
-            raise LaunchError(f"{child.name} failed to start:\n{message}")
+            gap = "\n" if "\n" in message else " "
+            raise LaunchError(f"{child.name} failed to start:{gap}{message}")
         return message
 
     def abandon(self) -> None:

@@ -3,7 +3,8 @@
 One probe at a time, shared by all callers: a one-token request while the engine generates, a ping
 while it is paused. Any message of the engine counts as a sign of life. A long step must not look
 like death, so a caller that would wait longer than `_ANSWER_WITHIN_S` is told "alive" as long as
-the last sign is younger than `SGLANG_HEALTH_CHECK_TIMEOUT`. Probes that nobody waits for any more
+the last sign is younger than `SGLANG_HEALTH_CHECK_TIMEOUT`, unless a process of the engine is
+suspended, which no step explains. Probes that nobody waits for any more
 are withdrawn, so none pile up in the engine. Event loop thread only.
 """
 
@@ -13,6 +14,8 @@ import asyncio
 import logging
 import time
 
+import psutil
+
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError
@@ -21,8 +24,8 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 logger = logging.getLogger(__name__)
 
-# Clients commonly give a health check five seconds.
-_ANSWER_WITHIN_S = 3.0
+# Clients commonly give a health check three to five seconds.
+_ANSWER_WITHIN_S = 2.0
 _PROBE_PROMPT = [0]
 
 
@@ -51,13 +54,24 @@ class HealthProbe:
         is_alive = await manager.wait_received(min(_ANSWER_WITHIN_S, limit_s))
         if not is_alive:
             silence_s = time.monotonic() - max(manager.last_receive_time, self._asked_time)
-            is_alive = silence_s < limit_s
+            is_alive = silence_s < limit_s and not self._has_suspended_child()
         if manager.dead_message is not None:
             return False
         if not is_alive:
-            logger.error("Health check: no sign of the engine for %.0f s", limit_s)
+            logger.error("Health check: the engine is suspended or silent for %g s", limit_s)
         manager.server_status = ServerStatus.Up if is_alive else ServerStatus.UnHealthy
         return is_alive
+
+    def _has_suspended_child(self) -> bool:
+        """Whether a process of the engine was stopped by a signal."""
+        for pid in self._manager.engine_pids:
+            try:
+                if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                    logger.error("Health check: process %d of the engine is suspended", pid)
+                    return True
+            except psutil.NoSuchProcess:
+                continue  # the watchdog tells of ended processes
+        return False
 
     def _ensure_probe(self, limit_s: float) -> None:
         if self._probe is None or self._probe.done():

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,11 @@ from sglang.srt.managers.request_errors import EngineUnavailableError, RequestEr
 
 logger = logging.getLogger(__name__)
 
+_MAX_SLEEP_S = 60.0
+_PROFILE_ACTIVITIES = ("CPU", "GPU")
+# These become parts of a file name.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -55,6 +62,25 @@ def require_success(replies: Sequence[ControlReqOutput], what: str) -> None:
     if not all(reply.success for reply in replies):
         failed = [reply for reply in replies if not reply.success]
         raise RequestError(merge_messages(failed) or f"{what} failed.")
+
+
+def _check_profile(message: ProfileReqInput) -> None:
+    """Raise RequestError for a profile that no scheduler could take."""
+    unknown = [name for name in message.activities or () if name not in _PROFILE_ACTIVITIES]
+    if unknown:
+        raise RequestError(
+            f"activities must be among {', '.join(_PROFILE_ACTIVITIES)}, got {unknown[0]!r}."
+        )
+    for field in ("profile_id", "profile_prefix"):
+        name = getattr(message, field)
+        if name and not _PLAIN_NAME.fullmatch(name):
+            raise RequestError(
+                f"{field} must be up to 100 letters, digits, dots, dashes and underscores."
+            )
+    for field in ("start_step", "num_steps"):
+        value = getattr(message, field)
+        if value is not None and value < 0:
+            raise RequestError(f"{field} must be >= 0, got {value}.")
 
 
 class TokenizerControl:
@@ -148,9 +174,17 @@ class TokenizerControl:
         return [{"dp_rank": reply.dp_rank, **reply.load} for reply in replies]
 
     async def profile(self, message: ProfileReqInput) -> None:
+        """Start or stop the profiler. Raises RequestError on options that make no sense."""
+        _check_profile(message)
         require_success(await self.request(message), "Profiling")
 
     async def slow_down(self, forward_sleep_time: float | None) -> None:
+        """Sleep so many seconds before each step; None: not at all. Raises RequestError."""
+        sleep_s = forward_sleep_time
+        if sleep_s is not None and not (math.isfinite(sleep_s) and 0 <= sleep_s <= _MAX_SLEEP_S):
+            raise RequestError(
+                f"forward_sleep_time must be in [0, {_MAX_SLEEP_S:g}] seconds, got {sleep_s}."
+            )
         message = SlowDownReqInput(forward_sleep_time=forward_sleep_time)
         require_success(await self.request(message), "Slow down")
 

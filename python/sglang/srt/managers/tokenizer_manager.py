@@ -45,7 +45,7 @@ from sglang.srt.managers.request_logger import RequestLogger
 from sglang.srt.managers.request_normalizer import SplitRequest, split_request
 from sglang.srt.managers.request_state import OutputListener, Phase, ReqState
 from sglang.srt.managers.tokenizer_control import TokenizerControl
-from sglang.srt.managers.tokenizer_dispatch import Dispatcher
+from sglang.srt.managers.tokenizer_dispatch import HEALTH_CHECK_RID_PREFIX, Dispatcher
 from sglang.srt.managers.tokenizer_prompts import PromptPreparer
 from sglang.srt.observability.metrics import TokenizerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -61,6 +61,9 @@ _DISCONNECT_POLL_S = 1.0
 # How often an abort-mode pause repeats its abort until nothing is in flight, seconds.
 _PAUSE_ABORT_PERIOD_S = 1.0
 _PAUSE_MODES = ("abort", "retract", "in_place")
+
+# What the schedulers report as matched when the model's logits were not numbers.
+_NAN_MATCHED = "NaN happened"
 
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
@@ -100,7 +103,8 @@ class TokenizerManager:
 
     Attributes used by others: `server_args`, `model_path`, `served_model_name`, `weight_version`,
     `tokenizer` (None with --skip-tokenizer-init), `context_len`, `vocab_size`, `scheduler_infos`,
-    `rid_to_state`, `server_status`, `is_pause`, `control`, `last_receive_time` (monotonic).
+    `rid_to_state`, `server_status`, `is_pause`, `control`, `last_receive_time` (monotonic),
+    `engine_pids` (set by whoever started the children; empty where nobody told).
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class TokenizerManager:
 
         self.server_status = ServerStatus.Starting
         self.gracefully_exit = False
+        self.engine_pids: list[int] = []
         self.dead_message: str | None = None  # why the engine can no longer answer
         self.rid_to_state: dict[str, ReqState] = {}
         self.is_pause = False
@@ -208,6 +213,10 @@ class TokenizerManager:
         if self.gracefully_exit:
             raise EngineUnavailableError("The server is shutting down.")
 
+    def check_text(self, text: str) -> None:
+        """Refuse a prompt that cannot fit the context, without tokenising it."""
+        self._prompts.check_text(text)
+
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of several texts; long ones on a thread pool. Raises RequestError."""
         return await self._prompts.encode(texts, add_special_tokens)
@@ -215,10 +224,19 @@ class TokenizerManager:
     def _register(
         self, obj: GenerateReqInput, split: SplitRequest, created: float
     ) -> list[ReqState]:
-        """Enter all requests in the table, or none. Raises RequestError on a duplicate id."""
+        """Enter all requests in the table, or none.
+
+        Raises RequestError on a duplicate id, or where a pause holds as many as may be queued.
+        """
         for single in split.singles:
             if single.rid in self.rid_to_state:
                 raise RequestError(f"Duplicate request ID detected: {single.rid}")
+        limit = self.server_args.max_queued_requests
+        if self.is_pause and limit is not None:
+            if len(self._held()) + len(split.singles) > limit:
+                raise RequestError(
+                    "The request queue is full.", status_code=503, err_type="ServiceUnavailable"
+                )
         text_of = None
         if obj.return_text_in_logprobs and self.tokenizer is not None:
             text_of = self.tokenizer.token_text
@@ -235,6 +253,14 @@ class TokenizerManager:
         ]
         self.rid_to_state.update((state.rid, state) for state in states)
         return states
+
+    def _held(self) -> list[ReqState]:
+        """Client requests that no scheduler knows yet: a pause holds them, or their tokens."""
+        return [
+            state
+            for state in self.rid_to_state.values()
+            if state.phase is Phase.HELD and not state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
+        ]
 
     def _unregister(self, states: list[ReqState]) -> None:
         """Drop the requests from the table; abort those that still run."""
@@ -429,9 +455,21 @@ class TokenizerManager:
         if self.metrics is not None and previous and output.new_token_ids:
             self.metrics.observe_inter_token(now - previous, len(output.new_token_ids))
         if state.is_finished:
+            self._warn_of_nan(state)
             # The id is free again from the moment on at which the engine is done with it.
             del self.rid_to_state[state.rid]
             self._dispatcher.forget(state)
+
+    @staticmethod
+    def _warn_of_nan(state: ReqState) -> None:
+        """Log an answer that a broken model or broken weights cut short."""
+        matched = (state.finish_reason or {}).get("matched")
+        if matched == _NAN_MATCHED and matched not in state.single.sampling_params.stop_strs:
+            logger.warning(
+                "Request %s ended after %d tokens: the model computed NaN",
+                state.rid,
+                len(state.output_ids),
+            )
 
     def _note_received(self) -> None:
         self.last_receive_time = time.monotonic()
@@ -605,6 +643,27 @@ class TokenizerManager:
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReqOutput:
         """See `TokenizerControl.flush_cache`."""
         return await self.control.flush_cache(timeout_s)
+
+    async def get_loads(self) -> list[dict[str, Any]]:
+        """One load report per replica; requests held here count as waiting and paused.
+
+        A held request that names no replica counts for one of them in turn.
+        """
+        loads = await self.control.get_loads()
+        for index, state in enumerate(self._held()):
+            rank = state.single.routed_dp_rank
+            load = loads[index % len(loads) if rank is None else rank]
+            num_tokens = len(state.prompt_ids)
+            for key, amount in (
+                ("num_waiting_reqs", 1),
+                ("num_total_reqs", 1),
+                ("num_waiting_uncached_tokens", num_tokens),
+                ("num_total_tokens", num_tokens),
+            ):
+                load[key] = load.get(key, 0) + amount
+            queues = load.setdefault("queues", {})
+            queues["paused"] = queues.get("paused", 0) + 1
+        return loads
 
     async def start_profile(self, **options: Any) -> None:
         """Start torch's profiler in the schedulers; options as in ProfileReqInput."""

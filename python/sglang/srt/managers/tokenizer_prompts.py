@@ -84,6 +84,7 @@ class PromptPreparer:
             params.normalize()
         except ValueError as exc:
             raise RequestError(str(exc)) from exc
+        self.check_token_ids("stop_token_ids", params.stop_token_ids or ())
         if self.tokenizer is None and (params.stop_strs or params.stop_regex_strs):
             raise RequestError(
                 "stop and stop_regex need a tokenizer: the server has --skip-tokenizer-init."
@@ -107,6 +108,8 @@ class PromptPreparer:
         texts = list(dict.fromkeys(s.single.text for s in states if s.single.text is not None))
         ids_of: dict[str, array[int]] = {}
         if texts:
+            for text in texts:
+                self.check_text(text)
             encoded = await self.encode(texts)
             ids_of = {text: array("i", ids) for text, ids in zip(texts, encoded)}
         by_source: dict[int, array[int]] = {}
@@ -121,6 +124,23 @@ class PromptPreparer:
                 ids = by_source[id(single.input_ids)] = array("i", single.input_ids or ())
             state.prompt_ids = self._fit_prompt(ids)
             self._check_lengths(state)
+
+    def check_text(self, text: str) -> None:
+        """Raise RequestError for a prompt that is too long whatever its tokens are.
+
+        Tokenising it only to refuse it would take seconds and much memory.
+        """
+        bound = self.tokenizer.bound if self.tokenizer is not None else None
+        if bound is None or self._args.allow_auto_truncate:
+            return
+        if not bound.may_exceed(text, self._context_len):
+            return
+        num_tokens = bound.min_tokens(text)
+        if num_tokens > self._context_len:
+            raise RequestError(
+                f"The input (at least {num_tokens} tokens) is longer than the model's context "
+                f"length ({self._context_len} tokens)."
+            )
 
     async def encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of several texts; long ones on the thread pool. Raises RequestError."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.utils.gguf_file import GgufFile, UnsupportedGgufError
+from sglang.srt.utils.gguf_file import GgufFile, UnsupportedGgufError, open_gguf
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_LAYER = {
@@ -65,7 +65,12 @@ def iterate_gguf_arrays(source: GgufFile) -> Iterator[tuple[str, np.ndarray]]:
 
     Each array is contiguous and owned by the caller. One tensor is dequantised at a time.
     """
-    from gguf import dequantize
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError as error:
+        raise UnsupportedGgufError(
+            "reading GGUF weights needs the 'gguf' package: pip install 'sglang-hispec[gguf]'"
+        ) from error
 
     permuted_heads = {}
     if source.architecture == "llama":
@@ -74,8 +79,12 @@ def iterate_gguf_arrays(source: GgufFile) -> Iterator[tuple[str, np.ndarray]]:
         if tensor.name in _NOT_WEIGHTS:
             continue
         name = hf_tensor_name(tensor.name)
-        shape = tuple(reversed(tensor.shape.tolist()))
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
+        shape = tuple(reversed(tensor.shape))
+        try:
+            values = dequantize(tensor.data, GGMLQuantizationType(tensor.type_id))
+        except (ValueError, NotImplementedError) as error:
+            raise UnsupportedGgufError(f"{source.path.name}: {tensor.name}: {error}") from error
+        values = values.astype(np.float32).reshape(shape)
         kind = tensor.name.split(".")[-2]
         if kind in permuted_heads:
             values = undo_rope_permutation(values, permuted_heads[kind])
@@ -85,8 +94,8 @@ def iterate_gguf_arrays(source: GgufFile) -> Iterator[tuple[str, np.ndarray]]:
 def gguf_tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of what ``iterate_gguf_weights`` yields, without reading weights."""
     return {
-        hf_tensor_name(tensor.name): tuple(reversed(tensor.shape.tolist()))
-        for tensor in GgufFile(path).reader.tensors
+        hf_tensor_name(tensor.name): tuple(reversed(tensor.shape))
+        for tensor in open_gguf(path).reader.tensors
         if tensor.name not in _NOT_WEIGHTS
     }
 
@@ -97,10 +106,10 @@ def iterate_gguf_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
     ``lm_head.weight`` is absent where the file ties it to the embedding. Raises
     ``UnsupportedGgufError`` for files that cannot be translated.
     """
-    for name, values in iterate_gguf_arrays(GgufFile(path)):
+    for name, values in iterate_gguf_arrays(open_gguf(path)):
         yield name, torch.from_numpy(values)
 
 
 def gguf_hf_config(path: str | Path) -> dict[str, Any]:
     """Return what ``config.json`` of the model in the GGUF file at ``path`` would say."""
-    return GgufFile(path).hf_config()
+    return open_gguf(path).hf_config()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ from sglang.srt.configs.model_config import find_gguf_file
 from sglang.srt.model_loader.gguf import gguf_tensor_shapes, iterate_gguf_weights
 
 logger = logging.getLogger(__name__)
+
+# A lock of this process: tqdm's own is a named semaphore, which a process that ends early leaks.
+tqdm.set_lock(threading.RLock())
 
 # Smaller checkpoints load before a bar could be read.
 PROGRESS_MIN_BYTES = 256 << 20

@@ -4,7 +4,7 @@ Owns: the translation of GGUF key-value metadata into ``config.json``, ``generat
 ``tokenizer.json`` and ``tokenizer_config.json`` (the chat template among them). Does not own: the
 weights (``model_loader/gguf.py``). Called by the model configuration, by the processes that
 tokenise when they are pointed at a ``.gguf`` file, and by the converter. Imports neither torch nor
-transformers; the optional ``gguf`` package is imported when a file is opened.
+transformers. The bytes are read by ``gguf_reader``.
 
 Threads: a ``GgufFile`` only reads and may be shared.
 """
@@ -14,12 +14,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
+
+from sglang.srt.utils.gguf_reader import TYPE_NAMES, GgufReader
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -52,8 +55,8 @@ class UnsupportedGgufError(ValueError):
 class GgufFile:
     """An opened GGUF file: metadata by key, and what a model folder's JSON files say of it.
 
-    Raises ``UnsupportedGgufError`` where the file is broken, its architecture is unknown, or the
-    ``gguf`` package is not installed.
+    Raises ``UnsupportedGgufError`` where the file is broken or its architecture is unknown.
+    Servers call ``open_gguf``, which parses a file once.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,8 +72,7 @@ class GgufFile:
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the metadata value under ``key``, or ``default`` where it is absent."""
-        field = self.reader.fields.get(key)
-        return default if field is None else field.contents()
+        return self.reader.fields.get(key, default)
 
     def arch_value(self, key: str, default: Any = None) -> Any:
         """Return the value under ``<architecture>.<key>``; raise when absent without default."""
@@ -207,8 +209,8 @@ class GgufFile:
 
     def _dtype(self) -> str:
         # Quantised weights are dequantised to float32, which holds their values exactly.
-        kinds = Counter(t.tensor_type.name for t in self.reader.tensors if len(t.shape) > 1)
-        most_common = kinds.most_common(1)[0][0] if kinds else "F32"
+        kinds = Counter(t.type_id for t in self.reader.tensors if len(t.shape) > 1)
+        most_common = TYPE_NAMES.get(kinds.most_common(1)[0][0] if kinds else 0, "")
         return {"F16": "float16", "BF16": "bfloat16"}.get(most_common, "float32")
 
     def _set_pre_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -281,16 +283,24 @@ def _llama3_divisors(theta: float, head_dim: int, factor: float) -> np.ndarray:
     return 1.0 / ((1.0 - ramp) / factor + ramp)
 
 
-def _open_reader(path: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise UnsupportedGgufError(
-            "reading GGUF files needs the 'gguf' package: pip install 'sglang-hispec[gguf]'"
-        ) from error
+def open_gguf(path: str | Path) -> GgufFile:
+    """The file at `path`, parsed once a process as long as it does not change."""
+    resolved = Path(path).expanduser().resolve()
+    if not resolved.is_file():
+        raise UnsupportedGgufError(f"{path} is not a file")
+    state = resolved.stat()
+    return _open_version(resolved, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1)
+def _open_version(path: Path, mtime_ns: int, size: int) -> GgufFile:
+    return GgufFile(path)
+
+
+def _open_reader(path: Path) -> GgufReader:
     if not path.is_file():
         raise UnsupportedGgufError(f"{path} is not a file")
     try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
+        return GgufReader(path)
+    except ValueError as error:
         raise UnsupportedGgufError(f"{path.name} is no readable GGUF file: {error}") from error

@@ -26,7 +26,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from sglang.srt.utils.gguf_file import GgufFile
+from sglang.srt.utils.gguf_file import open_gguf
+from sglang.srt.utils.token_bound import TokenBound, token_bound
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class BaseTokenizer(ABC):
         special_ids: ids dropped by `skip_special_tokens`.
         special_tokens_map: "bos_token" and the like to their text, for chat templates.
         chat_template: Jinja source, or a dict of named sources, or None.
+        bound: how few tokens a text can have; None where nothing is certain.
     """
 
     vocab_size: int
@@ -50,6 +52,7 @@ class BaseTokenizer(ABC):
     special_ids: frozenset[int]
     special_tokens_map: dict[str, str]
     chat_template: str | dict[str, str] | None
+    bound: TokenBound | None = None
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -232,9 +235,9 @@ class TokenPieces(dict[int, str | int]):
         return piece
 
 
-def _decoder_family(raw: RawTokenizer) -> str:
+def _decoder_family(tokenizer_spec: Mapping[str, Any]) -> str:
     """`byte_level`, `byte_fallback` or `other`, from the tokenizer's own decoder."""
-    spec = json.loads(raw.to_str()).get("decoder") or {}
+    spec = tokenizer_spec.get("decoder") or {}
     steps = spec.get("decoders", [spec]) if spec.get("type") == "Sequence" else [spec]
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -269,7 +272,9 @@ class LightTokenizer(BaseTokenizer):
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.chat_template = _chat_template_of(config)
-        self._family = _decoder_family(raw)
+        spec = json.loads(raw.to_str())
+        self._family = _decoder_family(spec)
+        self.bound = token_bound(spec, _byte_of_char())
         self._token_bytes = TokenBytes(raw)
         self._token_pieces = TokenPieces(raw)
 
@@ -374,7 +379,13 @@ def _resolve_folder(path: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
-    return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"the tokenizer {path} is no local folder and cannot be fetched: {first}"
+        ) from error
 
 
 def _load_transformers(folder: Path, use_fast: bool, trust_remote_code: bool) -> BaseTokenizer:
@@ -401,7 +412,7 @@ def get_tokenizer(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if path.endswith(".gguf"):
         # The file carries its own tokenizer and chat template.
-        source = GgufFile(Path(path).expanduser())
+        source = open_gguf(path)
         return LightTokenizer(source.tokenizer(), source.tokenizer_config())
     folder = _resolve_folder(path, revision)
     fast_file = folder / "tokenizer.json"
@@ -425,6 +436,6 @@ def get_tokenizer(
 def read_tokenizer_json(path: str) -> str | None:
     """Text of the tokenizer.json of a model folder or GGUF file; None where there is none."""
     if path.endswith(".gguf"):
-        return str(GgufFile(Path(path).expanduser()).tokenizer().to_str())
+        return str(open_gguf(path).tokenizer().to_str())
     file = Path(path).expanduser() / "tokenizer.json"
     return file.read_text(encoding="utf-8") if file.is_file() else None

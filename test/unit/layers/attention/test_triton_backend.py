@@ -250,6 +250,57 @@ def test_sharing_the_keys_changes_nothing(
     check(TINY[name])
 
 
+@pytest.mark.parametrize("lengths", [[40, 3, 90], [0, 200, 1]])
+def test_shares_of_a_decode_step_are_merged_every_time(lengths: list[int]) -> None:
+    heads, kv_heads, dim = 6, 2, 16
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 220, kv_heads, dim, device=DEVICE)
+    table = torch.randint(0, 220, (3, 200), device=DEVICE, dtype=torch.int32)
+    inputs = launcher.PagedAttentionInputs(
+        queries=torch.randn(3, heads, dim, device=DEVICE),
+        keys=keys,
+        values=values,
+        table=table,
+        table_rows=torch.arange(3, device=DEVICE),
+        seq_lens=torch.tensor(lengths, device=DEVICE),
+        query_lens=None,
+        tree_mask=None,
+        scaling=0.3,
+        window=None,
+    )
+    workspace = launcher.Workspace(torch.device(DEVICE))
+    config = replace(launcher.choose_config(inputs), block_n=16, share_target=6)
+    whole = launcher.paged_attention(inputs, workspace, replace(config, share_target=0))
+    for _ in range(2):
+        for memory in workspace._memory:
+            memory.fill_(float("nan"))
+        got = launcher.paged_attention(inputs, workspace, config)
+        torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-5)
+        assert not workspace.arrivals.any()
+        assert not workspace._memory[-1].isnan().all(), "nothing was shared"
+
+
+def test_too_many_shares_are_refused() -> None:
+    case = Case(Shape([1], [1], mode=DECODE))
+    queries = case.q.view(1, 4, 16)
+    keys, values = case.pool.get_kv_buffer(LAYER_ID)
+    inputs = launcher.PagedAttentionInputs(
+        queries=queries,
+        keys=keys,
+        values=values,
+        table=case.table.req_to_token,
+        table_rows=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        seq_lens=torch.ones(1, dtype=torch.int64, device=DEVICE),
+        query_lens=None,
+        tree_mask=None,
+        scaling=1.0,
+        window=None,
+    )
+    config = replace(launcher.choose_config(inputs), share_target=launcher.MAX_SHARES)
+    with pytest.raises(ValueError, match="too many"):
+        launcher.paged_attention(inputs, launcher.Workspace(torch.device(DEVICE)), config)
+
+
 def test_padding_rows_of_length_zero_get_zeros() -> None:
     case = Case(Shape([1, 40, 8], [1] * 3, mode=DECODE))
     batch = case.batch(case.pool)
@@ -312,12 +363,12 @@ from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_
 pointers = dict(
     queries="*bf16", out="*bf16", key_buffer="*bf16", value_buffer="*bf16", table="*i32",
     table_rows="*i64", seq_lens="*i64", query_lens="*i64", tree_mask="*u8", partial_out="*fp32",
-    partial_lse="*fp32", scale_log2="fp32",
+    partial_lse="*fp32", arrivals="*i32", scale_log2="fp32",
 )
 sizes = dict(
     NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
     WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, PRECISION="tf32",
-    ONE_LOOP=True, MASKED_STAGES=5, PDL=True,
+    ONE_LOOP=True, MASKED_STAGES=5, MERGE_HERE=True, MERGE_ROWS=4, MERGE_SHARES=8, PDL=True,
 )
 names = paged_attention_kernel.arg_names
 signature = {

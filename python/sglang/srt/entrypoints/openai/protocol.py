@@ -92,11 +92,17 @@ class ChatCompletionRequest(CommonRequest):
 
 @dataclass(kw_only=True)
 class TokenizeRequest:
-    """POST /tokenize and /v1/tokenize."""
+    """POST /tokenize and /v1/tokenize: exactly one of `prompt` and `messages`."""
 
     model: str = ""
-    prompt: str | list[str] = ""
+    prompt: str | list[str] | None = None
     add_special_tokens: bool = True
+    # Instead of a prompt: messages, through the chat template.
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 @dataclass(kw_only=True)
@@ -104,5 +110,5 @@ class DetokenizeRequest:
     """POST /detokenize and /v1/detokenize."""
 
     model: str = ""
-    tokens: list[Any] = field(default_factory=list)  # token ids, or a list of such lists
+    tokens: list[Any]  # token ids, or a list of such lists
     skip_special_tokens: bool = True

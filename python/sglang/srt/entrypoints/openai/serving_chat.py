@@ -101,7 +101,7 @@ class OpenAIServingChat(OpenAIServingBase):
         if request.input_ids is not None:
             prompt = {"input_ids": request.input_ids}
         else:
-            prompt = {"input_ids": await self._prompt_ids(request)}
+            prompt = {"input_ids": await self.prompt_ids(request)}
         return self.generate_input(
             request,
             self.sampling_params(request, max_tokens, self._defaults),
@@ -111,8 +111,8 @@ class OpenAIServingChat(OpenAIServingBase):
             **prompt,
         )
 
-    async def _prompt_ids(self, request: ChatCompletionRequest) -> list[int]:
-        """Token ids of the rendered messages."""
+    async def prompt_ids(self, request: ChatCompletionRequest) -> list[int]:
+        """Token ids of the rendered messages. Raises RequestError."""
         messages = plain_messages(request.messages)
         if request.continue_final_message and messages[-1]["role"] != "assistant":
             raise RequestError("continue_final_message needs a last message of the assistant.")
@@ -126,6 +126,7 @@ class OpenAIServingChat(OpenAIServingBase):
             continue_final_message=request.continue_final_message,
             extra=extra,
         )
+        self.manager.check_text(text)
         # Templates write the special tokens themselves: a second BOS would change the answer.
         return (await self.manager.encode([text], add_special_tokens=False))[0]
 

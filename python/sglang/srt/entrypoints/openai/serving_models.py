@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from sglang.srt.entrypoints.openai.serving_base import unix_time
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.tokenizer import BaseTokenizer
@@ -14,8 +19,9 @@ from sglang.srt.utils.tokenizer import BaseTokenizer
 class OpenAIServingModels:
     """The model card and the tokenizer, as endpoints."""
 
-    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+    def __init__(self, tokenizer_manager: TokenizerManager, chat: OpenAIServingChat) -> None:
         self._manager = tokenizer_manager
+        self._chat = chat
         self._created = unix_time()
 
     def cards(self) -> list[dict[str, Any]]:
@@ -37,10 +43,15 @@ class OpenAIServingModels:
         return next((card for card in self.cards() if card["id"] == name), None)
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """Token ids of a text or of several. Raises RequestError."""
+        """Token ids of a text, of several, or of messages. Raises RequestError."""
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("Exactly one of prompt and messages must be given.")
         is_batch = isinstance(request.prompt, list)
-        texts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
-        ids = await self._manager.encode(texts, request.add_special_tokens)
+        if request.messages is not None:
+            ids = [await self._chat.prompt_ids(_as_chat(request))]
+        else:
+            texts = request.prompt if isinstance(request.prompt, list) else [request.prompt or ""]
+            ids = await self._manager.encode(texts, request.add_special_tokens)
         return {
             "tokens": ids if is_batch else ids[0],
             "count": [len(row) for row in ids] if is_batch else len(ids[0]),
@@ -65,3 +76,14 @@ class OpenAIServingModels:
         if self._manager.tokenizer is None:
             raise RequestError("This server runs with --skip-tokenizer-init.")
         return self._manager.tokenizer
+
+
+def _as_chat(request: TokenizeRequest) -> ChatCompletionRequest:
+    """The chat request whose prompt is asked for."""
+    return ChatCompletionRequest(
+        messages=request.messages or [],
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )

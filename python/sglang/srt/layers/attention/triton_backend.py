@@ -9,8 +9,8 @@ memory: replay them on one stream.
 Long prompts without prefix go to cuDNN (`triton_ops.dense_prefill`), where it can do them.
 
 Limits: head sizes up to 256; a tree mask is read over the new tokens only, the prefix counts as
-visible. `seq_lens` and the request table must not be written by the very last launch before the
-attention layer's.
+visible. `seq_lens` and the request table must not be written by a kernel that lets others start
+early (`triton_ops.device.launch_early`).
 """
 
 from __future__ import annotations

@@ -75,10 +75,14 @@ def _built_library() -> Path:
 
 
 def _find_compiler() -> str:
-    for name in (os.environ.get("CXX"), "g++", "c++"):
+    chosen = os.environ.get("CXX")
+    for name in (chosen, "g++", "c++"):
         path = shutil.which(name) if name else None
-        if path:
-            return path
+        if path is None:
+            continue
+        if chosen and name != chosen:
+            logger.warning("CXX=%s is no program that can be run; %s is used", chosen, path)
+        return path
     raise BuildError("no C++ compiler found (looked for $CXX, g++, c++)")
 
 

@@ -113,8 +113,8 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
             block_n = 128
             share_target = _share_target(num_kv_heads, processors)
         elif block_m == MIN_ROWS:
-            # Several small ones side by side.
-            num_stages = 3
+            # Several small ones side by side: four a multiprocessor, by their registers.
+            block_n = 32
     elif block_m <= 64:
         num_warps = 4
     elif num_blocks >= 4 * processors:

@@ -213,14 +213,17 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     else:
         all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
     all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
-    if SHARED:
-        all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
-    else:
-        all_shares = tl.full((BATCH_BLOCK,), 1, tl.int32)
-    if ONE_QUERY:
-        even = tl.max(all_shares, 0) == 1
-    else:
+    if not ONE_QUERY:
         even = False
+    elif not SHARED:
+        even = True
+    else:
+        # Whether nobody has enough of the work for a second share; cheaper than everybody's number.
+        attended = all_seqs.to(tl.int64)
+        if WINDOW > 0:
+            attended = tl.minimum(attended, WINDOW)
+        total_work = tl.sum(attended, 0) * ((GROUP + BLOCK_M - 1) // BLOCK_M)
+        even = tl.max(attended, 0) * share_target < 2 * total_work
     if even:
         # Many requests of about the same length: no need to add up what the others have.
         BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
@@ -231,6 +234,10 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         shared_before = 0
         query_start = request
     else:
+        if SHARED:
+            all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
+        else:
+            all_shares = tl.full((BATCH_BLOCK,), 1, tl.int32)
         all_items = all_blocks * all_shares
         total_items = tl.sum(all_items, 0)
         # Last rows first: under a causal mask they have most to do.

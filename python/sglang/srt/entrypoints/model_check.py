@@ -1,0 +1,90 @@
+"""What can be said about a model before any process is started: one sentence instead of seconds.
+
+Reads names of files and the JSON of the config (or a GGUF header), never weights; imports neither
+torch nor transformers. What only the tensors show (missing ones, shapes) is found by the scheduler
+processes. Called by the launcher in the parent process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang.srt.configs.model_config import (
+    SUPPORTED_ARCHITECTURES,
+    ModelConfig,
+    ModelConfigError,
+)
+from sglang.srt.server_args import ServerArgs
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "model*.pt", "*.index.json")
+
+
+def check_model(args: ServerArgs) -> None:
+    """Raise ValueError, one sentence, where the model cannot be served with these settings."""
+    root = Path(args.model_path).expanduser()
+    if not root.exists():
+        if _looks_like_path(args.model_path):
+            raise ValueError(f"--model-path {args.model_path} does not exist.")
+        raise ValueError(
+            f"--model-path {args.model_path} is no folder here, and models are not downloaded: "
+            "fetch it first and give its folder."
+        )
+    _check_config(args)
+    _check_weights(args, root)
+    _check_tokenizer(args)
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith(("/", "./", "../", "~")) or text.count("/") != 1
+
+
+def _check_config(args: ServerArgs) -> None:
+    config = ModelConfig.from_path(
+        args.model_path,
+        dtype=args.dtype,
+        context_length=args.context_length,
+        override_args=args.json_model_override_args,
+        trust_remote_code=args.trust_remote_code,
+        device=args.device,
+    )
+    check_architecture(config.architectures)
+    try:
+        config.get_num_attention_heads(args.tp_size)
+        config.get_num_kv_heads(args.tp_size)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"--tp-size {args.tp_size} does not fit: {error}.") from error
+
+
+def check_architecture(architectures: Sequence[str]) -> None:
+    """Raise ModelConfigError, which lists what is supported, where none of them is."""
+    if not any(name in SUPPORTED_ARCHITECTURES for name in architectures):
+        asked = ", ".join(architectures) or "none (config.json has no 'architectures')"
+        raise ModelConfigError(
+            f"model architecture not supported: {asked}; "
+            f"supported ones: {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+
+
+def _check_weights(args: ServerArgs, root: Path) -> None:
+    if args.load_format == "dummy" or root.is_file():
+        return
+    if not any(any(root.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+        raise ValueError(f"{root} holds no weights (safetensors, GGUF or PyTorch files).")
+
+
+def _check_tokenizer(args: ServerArgs) -> None:
+    if args.skip_tokenizer_init:
+        return
+    path = args.tokenizer_path or args.model_path
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if _looks_like_path(path):
+            raise ValueError(f"--tokenizer-path {path} does not exist.")
+        return  # a hub name: the library that fetches it says what is wrong
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"{folder} holds no tokenizer.json: name one with --tokenizer-path, or "
+            "serve token ids only with --skip-tokenizer-init."
+        )

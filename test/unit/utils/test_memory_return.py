@@ -1,0 +1,38 @@
+"""Giving memory back: soon after it was asked for, and not more often than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from sglang.srt.utils.memory_return import MemoryReturner, _find_malloc_trim
+
+
+def test_many_requests_are_one_and_later_ones_wait() -> None:
+    calls: list[tuple[float, int]] = []
+
+    def trim(pad: int) -> int:
+        calls.append((time.monotonic(), threading.get_ident()))
+        return pad
+
+    async def body() -> None:
+        returner = MemoryReturner(trim, min_interval_s=1.5)
+        for _ in range(100):
+            returner.request()
+        await asyncio.sleep(0.9)
+        assert len(calls) == 1
+        for _ in range(100):
+            returner.request()
+        await asyncio.sleep(0.7)
+        assert len(calls) == 1
+        await asyncio.sleep(1.0)
+
+    asyncio.run(body())
+    assert len(calls) == 2 and calls[1][0] - calls[0][0] >= 1.4
+    assert all(thread != threading.get_ident() for _, thread in calls)  # not on the event loop
+
+
+def test_the_allocators_function_is_found_and_works() -> None:
+    trim = _find_malloc_trim()
+    assert trim is not None and trim(0) in (0, 1)
