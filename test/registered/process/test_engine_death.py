@@ -27,22 +27,25 @@ def test_waiting_clients_hear_of_the_schedulers_death(tmp_path: Path) -> None:
         server.post("/slow_down", json={"forward_sleep_time": 0.05})
         calls: list[tuple[str, dict[str, Any]]] = [
             ("/generate", {"text": "hi", "sampling_params": ENDLESS}),
-            ("/generate", {"text": "hi", "sampling_params": ENDLESS, "stream": True}),
             ("/v1/completions", {"prompt": "hi", "max_tokens": 400, "ignore_eos": True}),
         ]
         futures = [pool.submit(server.post, path, json=body) for path, body in calls]
-        while server.num_requests() < len(calls):
+        stream_body = {"text": "hi", "sampling_params": ENDLESS, "stream": True}
+        streamed = server.post("/generate", json=stream_body, stream=True)
+        events = (line for line in streamed.iter_lines(decode_unicode=True) if line)
+        next(events)  # its answer has begun
+        while server.num_requests() < len(calls) + 1:
             time.sleep(0.02)
         # The child with the most memory is the scheduler: it alone loads torch.
         children = psutil.Process(server.pid).children(recursive=True)
         max(children, key=lambda child: child.memory_info().rss).kill()
         died = time.monotonic()
         probe = pool.submit(server.get, "/health", timeout=5)
-        whole, streamed, completion = (future.result() for future in futures)
+        whole, completion = (future.result() for future in futures)
         assert whole.status_code == 503 and "killed" in whole.json()["message"]
-        assert streamed.text.endswith("data: [DONE]\n\n")
-        last = json.loads(streamed.text.split("\n\n")[-3].removeprefix("data: "))
-        assert last["error"]["code"] == 503
+        *_, last, done = events
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 503
         assert completion.status_code == 503 and completion.json()["code"] == 503
         assert probe.result().status_code == 503
         assert time.monotonic() - died < 5

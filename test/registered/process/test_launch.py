@@ -77,6 +77,22 @@ def test_a_child_that_fails_to_start_raises_with_its_cause(
     assert not os.path.exists(ports.ipc_dir)
 
 
+def test_a_users_mistake_travels_as_one_sentence_a_defect_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_CHILD", "bad-file")
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.launch_subprocesses(_args())
+    assert str(caught.value) == (
+        "scheduler TP0 failed to start: the file weights.bin is not for this model "
+        "(run with --log-level debug for the trace)"
+    )
+    assert "Traceback" not in capfd.readouterr().err
+    monkeypatch.setenv("FAKE_CHILD", "raise")
+    with pytest.raises(launch.LaunchError, match="failed to start:\nTraceback"):
+        launch.launch_subprocesses(_args())
+
+
 def test_a_child_that_is_never_ready_is_killed_after_the_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -278,3 +278,14 @@ def _edit(folder: Path, **values: object) -> None:
     """Overwrite keys of the config."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_a_failure_after_loading_leaves_no_noise(tmp_path: Path) -> None:
+    make_tiny_checkpoint(tmp_path, "llama")
+    # Ends a scheduler after it has read its weights.
+    log_file = tmp_path / "log"
+    with _serving(tmp_path, log_file, "--max-total-tokens", 1, "--page-size", 64) as server:
+        assert server.process.wait(60) == 1, server.log.read_text()
+        log = server.log.read_text()
+        assert "The server did not start: scheduler TP0 failed to start: " in log
+        assert "Traceback" not in log and "leaked" not in log, log

@@ -507,3 +507,16 @@ def test_layer_stack_rejects_shapes_that_do_not_fit() -> None:
     if ops.available():
         with pytest.raises(ValueError, match="hidden has shape"):
             stack.run(hidden[:, :40].contiguous(), rows)
+
+
+def test_a_compiler_that_cannot_be_run_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build.shutil, "which", {"g++": "/usr/bin/g++"}.get)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert build._find_compiler() == "/usr/bin/g++"
+    assert "CXX=/nonexistent" in caplog.text
+    caplog.clear()
+    monkeypatch.delenv("CXX")
+    assert build._find_compiler() == "/usr/bin/g++"
+    assert not caplog.records

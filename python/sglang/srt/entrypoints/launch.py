@@ -118,6 +118,10 @@ def _child_main(spec: ChildSpec, pipe_writer: Connection, parent_dies_with_threa
         logging.shutdown()
         # Threads of the failed body (storage, collectives) must not keep the process alive.
         os._exit(1)
+    logging.shutdown()
+    # The body has ended on purpose. An ordinary exit would run destructors of libraries whose
+    # threads may still wait for a peer that has gone, and abort.
+    os._exit(0)
 
 
 # While a child starts these mean a bad file or setting; all else is a mistake in this program.

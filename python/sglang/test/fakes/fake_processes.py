@@ -44,6 +44,8 @@ def run_fake_scheduler(
     behaviour = os.environ.get(BEHAVIOUR_ENV, "")
     if behaviour == "raise":
         raise RuntimeError("the weights are made of cheese")
+    if behaviour == "bad-file":
+        raise ValueError("the file weights.bin\nis not for this model")
     if behaviour == "exit-early":
         os._exit(7)
     if behaviour == "never-ready":
