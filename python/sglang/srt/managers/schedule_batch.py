@@ -29,7 +29,12 @@ import numpy as np
 import torch
 
 from sglang.srt.constrained.base_grammar_backend import GrammarMatcher
-from sglang.srt.managers.io_struct import DecodeParams, LogprobDelta, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import (
+    DecodeParams,
+    LogprobDelta,
+    RequestOutput,
+    TokenizedGenerateReqInput,
+)
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -77,6 +82,16 @@ class LogprobState:
         """Hand out what is new and start an empty delta."""
         delta, self.pending = self.pending, LogprobDelta()
         return delta
+
+
+@dataclass(slots=True)
+class StreamState:
+    """What of a request was sent; written by the output streamer only."""
+
+    decode: DecodeParams  # for the first message
+    num_sent_tokens: int = 0
+    output: RequestOutput | None = None  # the message object, filled anew for each message
+    flush_number: int = -1  # the flush that the object was last collected for
 
 
 class WeightVersionSpans:
@@ -183,13 +198,14 @@ class Req:
         self.already_counted_cache = False
         self.num_retractions = 0
         self.weight_versions = WeightVersionSpans(weight_version)
-        self.num_sent_tokens = 0
-        self.decode_params: DecodeParams | None = DecodeParams(
-            skip_special_tokens=recv.sampling_params.skip_special_tokens,
-            spaces_between_special_tokens=recv.sampling_params.spaces_between_special_tokens,
-            no_stop_trim=recv.sampling_params.no_stop_trim,
-            stop_strs=list(recv.sampling_params.stop_strs),
-            skip_tokenizer=recv.skip_tokenizer,
+        self.news = StreamState(
+            decode=DecodeParams(
+                skip_special_tokens=recv.sampling_params.skip_special_tokens,
+                spaces_between_special_tokens=recv.sampling_params.spaces_between_special_tokens,
+                no_stop_trim=recv.sampling_params.no_stop_trim,
+                stop_strs=list(recv.sampling_params.stop_strs),
+                skip_tokenizer=recv.skip_tokenizer,
+            )
         )
 
         # Unix times.

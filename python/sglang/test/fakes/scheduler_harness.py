@@ -6,6 +6,7 @@ lists. Time is real; nothing sleeps.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from array import array
 from collections import defaultdict
@@ -215,4 +216,5 @@ class SchedulerHarness:
 
     def _on_output(self, message: BatchTokenIDOutput) -> None:
         for output in message.outputs:
-            self.outputs[output.rid].append(output)
+            # A copy: the scheduler fills the same object anew for the next message.
+            self.outputs[output.rid].append(dataclasses.replace(output))
