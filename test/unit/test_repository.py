@@ -116,8 +116,8 @@ def test_shell_scripts_parse(script: str) -> None:
     ("text", "is_bad"),
     [
         ("cd /home/someone/project", True),
-        ("MODEL=/work/models/x", True),
-        ('open("/root/.cache/file")', True),
+        ("MODEL=/" + "work/models/x", True),
+        ('open("/' + 'root/.cache/file")', True),
         ("~/.cache/hispec", False),
         ("GET /v1/models", False),
         ("a/home/page and http://host/data/x", False),

@@ -32,7 +32,7 @@ def test_waiting_clients_hear_of_the_schedulers_death(tmp_path: Path) -> None:
         futures = [pool.submit(server.post, path, json=body) for path, body in calls]
         stream_body = {"text": "hi", "sampling_params": ENDLESS, "stream": True}
         streamed = server.post("/generate", json=stream_body, stream=True)
-        events = (line for line in streamed.iter_lines(decode_unicode=True) if line)
+        events = (line.decode() for line in streamed.iter_lines() if line)
         next(events)  # its answer has begun
         while server.num_requests() < len(calls) + 1:
             time.sleep(0.02)
