@@ -158,7 +158,7 @@ class TorchOps:
         return x.argmax(-1)
 
 
-class CpuFloat32Ops:
+class CpuFloat32Ops(TorchOps):
     """Float32 on the CPU, through `layers.cpu.ops` (own kernels where they could be built)."""
 
     def linear(
@@ -192,20 +192,6 @@ class CpuFloat32Ops:
         head_dim: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cpu_ops.rotary(positions, q, k, cos_sin, head_dim)
-        return q, k
-
-    def rope_and_store(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        head_dim: int,
-        destination: KVDestination,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = self.apply_rope(q, k, positions, cos_sin, head_dim)
-        _store(k, v, destination)
         return q, k
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
