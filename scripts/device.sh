@@ -58,7 +58,7 @@ run_one() {
   local shapes=benchmark/shapes
   echo "== $1"
   case $1 in
-    tests) "$PYTHON" -m pytest -m cuda test/unit -q -p no:cacheprovider ;;
+    tests) "$PYTHON" -m pytest -m cuda test/unit test/registered/kernels -q -p no:cacheprovider ;;
     tokens)
       join_model
       "$PYTHON" scripts/compare_devices.py --model "$CACHE/smollm2-135m-instruct"

@@ -392,7 +392,7 @@ assert compiled.metadata.shared <= 227 * 1024
 
 
 def test_decode_kernel_compiles_for_hopper(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[4]
+    root = Path(__file__).resolve().parents[3]
     environment = dict(os.environ, PYTHONPATH=str(root / "python"), TRITON_CACHE_DIR=str(tmp_path))
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

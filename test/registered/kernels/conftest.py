@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: set up before any test module imports one."""
+"""Triton kernels without a GPU, interpreted: set up before any test module imports one."""
 
 from __future__ import annotations
 
