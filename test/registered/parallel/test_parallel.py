@@ -138,12 +138,9 @@ def test_a_dead_process_ends_the_server(model, victim):
 
 
 def _child_named(tree: list[psutil.Process], role: str) -> int:
-    """Pid of a child; the detokenizer is the one that maps no torch library."""
+    """Pid of the first child whose process title names this role."""
     for child in tree[1:]:
-        has_torch = any("libtorch_cpu" in mapped.path for mapped in child.memory_maps())
-        is_python = any("python" in part for part in child.cmdline()[:1])
-        is_tracker = any("resource_tracker" in part for part in child.cmdline())
-        if is_python and not is_tracker and has_torch == (role == "scheduler"):
+        if any(part.startswith(f"sglang::{role}") for part in child.cmdline()):
             return child.pid
     raise AssertionError(f"no {role} among {[p.cmdline() for p in tree]}")
 
