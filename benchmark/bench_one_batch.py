@@ -7,8 +7,7 @@ be random (`--load-format dummy`): speed does not depend on their values.
   dropped; tokens per second, and the share of the limit: bytes of weights and KV that a step must
   read ÷ read bandwidth;
 * prefill: one prompt; time to the first token, and MFU: operations ÷ measured matmul rate;
-* overhead: device-busy share of the decode (events around each step ÷ wall), and step time ÷ bare
-  replay of the same graph (CUDA only).
+* overhead, as `bench_overhead.py` explains it.
 
     python benchmark/bench_one_batch.py --model benchmark/shapes/llama-3.1-8b --load-format dummy
     python benchmark/bench_one_batch.py --device cpu --small
@@ -23,6 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,23 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
 from sglang.srt.platforms import current_platform, init_platform
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
 DROPPED_STEPS = 32
 
 
+class HostEvent:
+    """A platform event's timing on the CPU, where work is done when the call returns."""
+
+    def record(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end.time_s - self.time_s) * 1e3
+
+
 class TimedWorker:
-    """A worker that records device events around every decode step."""
+    """A worker that records events around every decode step."""
 
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
@@ -51,10 +63,13 @@ class TimedWorker:
         return getattr(self._worker, name)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        if batch.forward_mode is not ForwardMode.DECODE or batch.device == "cpu":
+        if batch.forward_mode is not ForwardMode.DECODE:
             return self._worker.forward_batch_generation(batch)
         platform = current_platform()
-        start, end = platform.event(enable_timing=True), platform.event(enable_timing=True)
+        start, end = (
+            HostEvent() if platform.name == "cpu" else platform.event(enable_timing=True)
+            for _ in range(2)
+        )
         start.record()
         result = self._worker.forward_batch_generation(batch)
         end.record()
@@ -103,6 +118,7 @@ class Bench:
         self.config = ModelConfig.from_path(
             args.model, context_length=args.context_length, device=args.device
         )
+        began = time.perf_counter()
         self.runner = ModelRunner(
             self.config,
             RunnerConfig(
@@ -112,13 +128,17 @@ class Bench:
                 mem_fraction_static=args.mem_fraction_static,
                 max_total_tokens=args.max_total_tokens,
                 max_running_requests=max(args.batch),
-                kv_cache_dtype="auto",
+                kv_cache_dtype=args.kv_cache_dtype,
                 random_seed=0,
                 disable_cuda_graph=args.disable_cuda_graph,
                 cuda_graph_bs=args.batch,
+                warm_up_tokens=args.warm_up_tokens,
             ),
         )
+        self.start_s = time.perf_counter() - began
         self.worker = TimedWorker(TpModelWorker(self.runner))
+        self.last_step: Any = None
+        self._keep_last_step()
         self.rng = random.Random(0)
         self.harness = SchedulerHarness(
             worker=self.worker,
@@ -133,6 +153,17 @@ class Bench:
             conservativeness=0.01,
         )
         self.num_requests = 0
+
+    def _keep_last_step(self) -> None:
+        build = self.worker._worker.build_forward_batch
+
+        def build_and_keep(batch: ScheduleBatch) -> Any:
+            forward_batch = build(batch)
+            if batch.forward_mode is ForwardMode.DECODE:
+                self.last_step = forward_batch
+            return forward_batch
+
+        self.worker._worker.build_forward_batch = build_and_keep  # type: ignore[method-assign]
 
     def prompt(self, length: int) -> list[int]:
         return [self.rng.randrange(self.config.vocab_size) for _ in range(length)]
@@ -159,6 +190,20 @@ class Bench:
         seconds = statistics.median(times)
         return {"length": length, "ms": seconds * 1e3, "tok_s": length / seconds}
 
+    def first_uses(self, lengths: list[int]) -> list[dict[str, float]]:
+        """Prompts of lengths that were not seen before, each sent twice: what the first costs."""
+        rows = []
+        for length in lengths:
+            times = []
+            for _ in range(2):
+                self.start(1, length, 1)
+                current_platform().synchronize()
+                start = time.perf_counter()
+                self.finish()
+                times.append((time.perf_counter() - start) * 1e3)
+            rows.append({"length": length, "first_ms": times[0], "again_ms": times[1]})
+        return rows
+
     def decode(self, batch: int, input_len: int, output_len: int) -> dict[str, float]:
         dropped = min(DROPPED_STEPS, output_len // 4)
         self.start(batch, input_len, output_len)
@@ -178,7 +223,7 @@ class Bench:
             "batch": batch,
             "tok_s": batch * steps / elapsed,
             "ms_per_step": elapsed / steps * 1e3,
-            "busy_share": busy / elapsed if busy else float("nan"),
+            "busy_share": busy / elapsed,
             "context": input_len + dropped + steps / 2,
         }
 
@@ -203,15 +248,19 @@ class Bench:
         return "\n".join(lines) + "\n"
 
     def bare_replay_ms(self, batch: int) -> float:
-        """The captured decode graph of this size alone, in a loop."""
+        """The last decode step alone, in a loop: its graph, or on the CPU the model's forward."""
         graphs = self.runner.decode_runner
-        if not isinstance(graphs, CudaGraphRunner) or batch not in graphs._graphs:
-            return float("nan")
-        graph = graphs._graphs[batch].graph
+        step: Callable[[], object]
+        if isinstance(graphs, CudaGraphRunner):
+            if batch not in graphs._graphs:
+                return float("nan")
+            step = graphs._graphs[batch].graph.replay
+        else:
+            step = partial(self.runner.forward, self.last_step)
 
         def loop() -> None:
             for _ in range(50):
-                graph.replay()
+                step()
 
         return timed(loop, 3) / 50 * 1e3
 
@@ -243,6 +292,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"matmul {limits['matmul_ops_s'] / 1e12:.1f} TFLOP/s\n"
     )
     rows: dict[str, Any] = {"limits": limits, "prefill": [], "decode": []}
+    rows["start_s"], rows["warm_up_s"] = bench.start_s, bench.runner.warm_up_s
+    write(f"start {bench.start_s:.1f} s, of it warm-up {bench.runner.warm_up_s:.1f} s\n")
+    rows["first_uses"] = bench.first_uses(args.first_uses)
+    for row in rows["first_uses"]:
+        write(f"prompt of {row['length']}: {row['first_ms']:.1f} ms, then {row['again_ms']:.1f}\n")
     for length in args.prefill:
         row = bench.prefill(length, args.repeats)
         row["mfu"] = bench.prefill_ops(length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
@@ -271,7 +325,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `Bench` and `run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--model", help="folder of the model, or of its config.json for dummy weights"
@@ -281,6 +336,7 @@ def main() -> None:
     parser.add_argument("--attention-backend", help="default: the device's")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
     parser.add_argument("--context-length", type=int, help="default: the model's")
     parser.add_argument("--mem-fraction-static", type=float, default=None)
     parser.add_argument("--max-total-tokens", type=int, help="size of the KV pool")
@@ -294,19 +350,33 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=5, help="runs of each figure; the median counts"
     )
+    parser.add_argument(
+        "--first-uses", type=int, nargs="*", default=[], help="prompts to time at first sight"
+    )
+    parser.add_argument(
+        "--warm-up-tokens", type=int, default=0, help="of prefill, as a server does"
+    )
     parser.add_argument("--disable-cuda-graph", action="store_true")
     parser.add_argument("--profile", action="store_true", help="device time by kernel (CUDA)")
     parser.add_argument("--small", action="store_true", help="tiny random model: a self-test")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    return parser
+
+
+def shrink(args: argparse.Namespace, folder: str) -> None:
+    """Turn the options into those of the self-test, on a tiny model in `folder`."""
+    args.model, args.load_format = str(make_tiny_checkpoint(folder)), "auto"
+    args.batch, args.prefill = [1, 4], [64]
+    args.input_len, args.output_len, args.repeats = 16, 24, 1
+    args.max_total_tokens = 2048
+
+
+def main() -> None:
+    parser = make_parser()
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.small:
-            from sglang.test.fakes.tiny_models import make_tiny_checkpoint
-
-            args.model, args.load_format = str(make_tiny_checkpoint(folder)), "auto"
-            args.batch, args.prefill = [1, 4], [64]
-            args.input_len, args.output_len, args.repeats = 16, 24, 1
-            args.max_total_tokens = 2048
+            shrink(args, folder)
         if not args.model:
             parser.error("--model is needed (or --small)")
         if args.attention_backend is None:

@@ -7,8 +7,10 @@
 #   scripts/device.sh run [WHAT ...]  there: install the wheels, join the parts, run
 #
 # WHAT: tests (CUDA tests of the suite), tokens (the small model against the CPU), one-batch (decode
-# and prefill of the 8B shape against the limits), small (the 1B shape and overheads), attention
-# (kernels against the limits). Default: all. Results go to $OUT (default: ./device-results).
+# and prefill of the 8B shape against the limits), fp8-cache (the same with an 8-bit KV cache), small
+# (the 1B shape), overhead (what the engine adds to a step), attention (kernels against the limits),
+# gemv (products of one row), mix (a server of the 8B shape under mixed load for $MIX_MINUTES, pool
+# so small that requests are retracted). Default: all. Results go to $OUT (./device-results).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,6 +19,7 @@ OUT=${OUT:-$PWD/device-results}
 SITE=${SITE:-/tmp/hispec-site}
 PARTS=${PARTS:-.parts}
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
+ALL="tests tokens one-batch fp8-cache small overhead attention gemv mix"
 GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
 MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
   pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
@@ -58,7 +61,10 @@ run_one() {
   local shapes=benchmark/shapes
   echo "== $1"
   case $1 in
-    tests) "$PYTHON" -m pytest -m cuda test/unit test/registered/kernels -q -p no:cacheprovider ;;
+    tests)
+      "$PYTHON" -m pytest -m cuda test/unit test/registered/{kernels,speculative} -q \
+        -p no:cacheprovider
+      ;;
     tokens)
       join_model
       "$PYTHON" scripts/compare_devices.py --model "$CACHE/smollm2-135m-instruct"
@@ -71,9 +77,22 @@ run_one() {
       "$PYTHON" benchmark/bench_one_batch.py --model $shapes/llama-3.2-1b --load-format dummy \
         --context-length 16384 --mem-fraction-static 0.5 --json "$OUT/one_batch_1b.json"
       ;;
+    fp8-cache)
+      "$PYTHON" benchmark/bench_one_batch.py --model $shapes/llama-3.1-8b --load-format dummy \
+        --context-length 16384 --mem-fraction-static 0.8 --kv-cache-dtype fp8_e4m3 \
+        --json "$OUT/one_batch_8b_fp8.json"
+      ;;
+    overhead) "$PYTHON" benchmark/bench_overhead.py --json "$OUT/overhead.json" ;;
+    gemv) "$PYTHON" benchmark/bench_gemv.py ;;
+    mix)
+      "$PYTHON" benchmark/bench_serving.py --serve $shapes/llama-3.1-8b --serve-flags \
+        "--load-format dummy --skip-tokenizer-init --context-length 16384 --max-total-tokens 16384 \
+        --schedule-conservativeness 0.2" --mix "${MIX_MINUTES:-5}" --concurrency 48 \
+        --input-len 1:4096 --output-len 1:512 --json "$OUT/mix.json"
+      ;;
     attention) "$PYTHON" benchmark/bench_attention.py --json "$OUT/attention.json" ;;
     *)
-      echo "device.sh: '$1' is none of tests, tokens, one-batch, small, attention" >&2
+      echo "device.sh: '$1' is none of $ALL" >&2
       return 2
       ;;
   esac
@@ -86,7 +105,7 @@ case ${1:-} in
     shift
     install_here
     failed=0
-    for what in "${@:-tests tokens one-batch small attention}"; do
+    for what in "${@:-$ALL}"; do
       for one in $what; do
         { run_one "$one" 2>&1 | tee "$OUT/$one.log"; } || failed=1
       done

@@ -158,7 +158,8 @@ class LoadGenerator:
     async def _run_one(
         self, spec: PromptSpec, number: int, record: RequestRecord, timeout_s: float
     ) -> None:
-        answer, rid = Answer(), f"{self._run_id}-{number}"
+        # All of one length: an abort ends every request whose id begins with the one it names.
+        answer, rid = Answer(), f"{self._run_id}-{number:08d}"
         leaves_by_clock = spec.fate == "disconnect" and spec.leave_after_s is not None
         limit_s = spec.leave_after_s if leaves_by_clock else timeout_s
         record.sent_s = self._now()

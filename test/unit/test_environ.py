@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.environ import EnvValueError, envs, parse_bool
+from sglang.srt.environ import EnvValueError, envs, parse_bool, parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,3 +84,27 @@ def test_every_variable_is_read_somewhere() -> None:
         path.read_text() for path in (ROOT / "python").rglob("*.py") if path.name != "environ.py"
     )
     assert [v.name for v in envs.all() if f"envs.{v.name}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1500", 1500),
+        ("64GB", 64 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("2k", 2000),
+        ("3MiB", 3 << 20),
+        ("7b", 7),
+        ("1TB", 10**12),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1 XB", "1e3", "1,5GB"])
+def test_what_is_no_size(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE", text)
+    with pytest.raises(EnvValueError, match="SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"):
+        envs.SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE.get()

@@ -68,6 +68,7 @@ def _instance(cls: type) -> Any:
                 "list[str]": ["</s>"],
                 "list[RequestOutput]": [_output(tokens=[5])],
                 "list[TokenizedGenerateReqInput]": [],
+                "list[Any]": ["text", b"bytes"],
             }[str(spec.type)]
     return cls(**values)
 

@@ -279,7 +279,7 @@ def _fields_read_by_the_program() -> set[str]:
 
 
 # What these ask for is what always happens, or is turned into another field.
-_DECIDED_AT_CHECK = {"disable_prefill_cuda_graph", "disable_cuda_graph_padding"}
+_DECIDED_AT_CHECK = {"disable_prefill_cuda_graph"}
 
 
 def test_every_field_is_used_or_refused() -> None:
@@ -300,6 +300,34 @@ def test_what_a_cpu_has_no_use_for_is_warned_about(caplog: pytest.LogCaptureFixt
         "--cuda-graph-bs-decode has no effect on CPU",
         "--base-gpu-id has no effect on CPU",
     ]
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_8_bit_cache_needs_the_triton_backend(name: str) -> None:
+    sentence = f"--kv-cache-dtype {name} needs --device cuda and --attention-backend triton."
+    with pytest.raises(ValueError) as caught:
+        _cpu(kv_cache_dtype=name)
+    assert str(caught.value) == sentence
+    with pytest.raises(ValueError) as caught:
+        _cpu(device="cuda", attention_backend="torch_native", kv_cache_dtype=name)
+    assert str(caught.value) == sentence
+    assert _cpu(device="cuda", kv_cache_dtype=name).kv_cache_dtype == name
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1: .* not available"):
+        _cpu(device="cuda", kv_cache_dtype="fp4_e2m1")
+
+
+def test_legacy_flags_of_cuda_graphs() -> None:
+    args = _parse("--cuda-graph-max-bs", 12, "--cuda-graph-bs", 1, 4, "--disable-cuda-graph")
+    assert args.cuda_graph_max_bs_decode == 12
+    assert args.cuda_graph_bs_decode == [1, 4]
+    assert args.disable_cuda_graph
+    assert _cpu(device="cuda", cuda_graph_backend_decode="full").disable_decode_cuda_graph is False
+    assert _cpu(device="cuda", cuda_graph_backend_decode="disabled").disable_decode_cuda_graph
+    for wrong in ([], [0, 4]):
+        with pytest.raises(ValueError, match="--cuda-graph-bs-decode must list"):
+            _cpu(cuda_graph_bs_decode=wrong)
+    with pytest.raises(ValueError, match="--cuda-graph-max-bs-decode must be at least 1"):
+        _cpu(cuda_graph_max_bs_decode=0)
 
 
 def test_an_abbreviated_config_flag_is_not_ignored(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Variables of other programs (`OMP_NUM_THREADS`, `PROMETHEUS_MULTIPROC_DIR`) are 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -31,6 +32,18 @@ def parse_bool(text: str) -> bool:
     if word in _FALSE:
         return False
     raise ValueError("expected one of 1, true, yes, on, 0, false, no, off")
+
+
+_BYTE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BYTE_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: a number with an optional unit, `1500`, `64GB` (10**9) or `64GiB` (2**30)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower(), re.ASCII)
+    if match is None:
+        raise ValueError("expected bytes, or a number with kB, MB, GB, TB, KiB, MiB, GiB, TiB")
+    return int(float(match[1]) * _BYTE_UNITS[match[2] or ""])
 
 
 class EnvVar(Generic[T]):
@@ -96,6 +109,14 @@ def _float(default: float, doc: str) -> EnvVar[float]:
     return EnvVar(float, default, doc)
 
 
+def _text(doc: str) -> EnvVar[str | None]:
+    return EnvVar(str, None, doc)
+
+
+def _bytes(doc: str) -> EnvVar[int | None]:
+    return EnvVar(parse_bytes, None, doc)
+
+
 class Envs:
     """The table. Read through the instance `envs`."""
 
@@ -137,6 +158,22 @@ class Envs:
     )
     SGLANG_ENGINE_PAUSE_TIMEOUT = _float(
         -1.0, "Seconds after which a paused engine continues on its own; < 0: never."
+    )
+
+    # Storage of the hierarchical cache in files; each goes before the extra config's key
+    SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR = _text(
+        "Folder of the pages; else `file_storage_path`, else `hicache` in the temporary folder."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE = _bytes(
+        "Most bytes of all pages in the folder (`64GB`, `60GiB`), whoever wrote them; 0: no limit. "
+        "Else `max_size`, else 64 GB or a tenth of the room on the file system if that is less."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO = EnvVar[float | None](
+        float, None, "Share of the limit that eviction leaves; else `eviction_ratio`, else 0.9."
+    )
+    SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE = _bytes(
+        "Bytes of the file system left to others; else `min_free_space`, else 1 GiB or a "
+        "twentieth of the file system if that is less."
     )
 
     # Processes

@@ -320,6 +320,11 @@ class ServerArgsFields:
     hicache_storage_backend_extra_config: str | None = arg(
         None, "JSON text, or @file.json / .toml / .yaml, for the storage backend."
     )
+    hicache_draft_storage_policy: str = arg(
+        "clamp",
+        "A draft page missing in storage: clamp ends the hit before it, best_effort zeroes it.",
+        choices=["clamp", "best_effort"],
+    )
     hicache_storage_retry_poll_interval: int = arg(8, "Ticks between two looks at storage.")
     hicache_storage_retry_max_attempts: int = arg(8, "Most retries of a storage look-up.")
 

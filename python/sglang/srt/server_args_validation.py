@@ -46,29 +46,16 @@ class NotBuilt:
     allowed: tuple[Any, ...] | None = None
 
 
-# Options of a missing feature: without it they would be read by nobody.
-_SPECULATIVE = (
-    "draft_model_revision draft_load_format num_steps eagle_topk num_draft_tokens "
-    "accept_threshold_single accept_threshold_acc use_rejection_sampling token_map attention_mode "
-    "draft_attention_backend draft_model_quantization ngram_min_bfs_breadth "
-    "ngram_max_bfs_breadth ngram_match_type ngram_max_trie_depth ngram_capacity adaptive_config"
-)
-_HICACHE = (
-    "ratio size host_memory_fraction host_memory_mode write_policy io_backend mem_layout "
-    "storage_backend storage_prefetch_policy storage_backend_extra_config "
-    "storage_retry_poll_interval storage_retry_max_attempts"
-)
-
-
-def _rows(what: str, prefix: str, names: str) -> list[NotBuilt]:
-    return [NotBuilt(prefix + name, what) for name in names.split()]
+_FP8_CACHE_DTYPES = ("fp8_e4m3", "fp8_e5m2")
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("load_format", "this weight format", ("auto", "safetensors", "pt", "gguf", "dummy")),
     NotBuilt("model_impl", "this model implementation", ("auto", "sglang")),
     NotBuilt("quantization", "quantised weights"),
-    NotBuilt("kv_cache_dtype", "this KV cache type", ("auto", "bf16", "bfloat16")),
+    NotBuilt(
+        "kv_cache_dtype", "this KV cache type", ("auto", "bf16", "bfloat16", *_FP8_CACHE_DTYPES)
+    ),
     NotBuilt("is_embedding", "serving embeddings"),
     NotBuilt("custom_weight_loader", "custom weight loaders"),
     NotBuilt("checkpoint_engine_wait_weights_before_ready", "waiting for a first weight update"),
@@ -88,7 +75,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         ("fcfs", "lpm", "random", "dfs-weight", "lof", "priority"),
     ),
     NotBuilt("cuda_graph_config", "options of CUDA graphs"),
-    NotBuilt("cuda_graph_backend_decode", "this kind of CUDA graph", (None, "disabled")),
+    NotBuilt("cuda_graph_backend_decode", "this kind of CUDA graph", (None, "full", "disabled")),
     NotBuilt("cuda_graph_backend_prefill", "this kind of CUDA graph", (None, "disabled")),
     NotBuilt("enable_deterministic_inference", "deterministic inference"),
     NotBuilt("enable_mixed_chunk", "mixed prefill and decode batches"),
@@ -112,12 +99,28 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("lora_paths", "LoRA adapters"),
     NotBuilt("max_lora_rank", "LoRA adapters"),
     NotBuilt("max_loras_per_batch", "LoRA adapters"),
-    NotBuilt("enable_hierarchical_cache", "the hierarchical cache"),
-    NotBuilt("speculative_algorithm", "speculative decoding"),
-    NotBuilt("speculative_draft_model_path", "speculative decoding"),
+    NotBuilt("hicache_host_memory_mode", "this use of the host pool", ("cache",)),
+    NotBuilt("hicache_io_backend", "this way of copying", ("kernel", "direct")),
+    NotBuilt(
+        "hicache_mem_layout",
+        "this layout of the host pool",
+        ("layer_first", "page_first", "page_first_direct"),
+    ),
+    NotBuilt("hicache_storage_backend", "this storage backend", (None, "file", "dynamic")),
+    NotBuilt("hicache_storage_retry_poll_interval", "asking storage again after a miss"),
+    NotBuilt("hicache_storage_retry_max_attempts", "asking storage again after a miss"),
+    NotBuilt(
+        "speculative_algorithm",
+        "this algorithm",
+        (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
+    ),
+    NotBuilt("speculative_draft_model_revision", "revisions of hub models"),
+    NotBuilt("speculative_attention_mode", "another attention of the verification"),
+    NotBuilt("speculative_token_map", "restricting the draft's vocabulary"),
+    NotBuilt("speculative_draft_attention_backend", "another backend for the draft"),
+    NotBuilt("speculative_draft_model_quantization", "quantised drafts"),
     NotBuilt("speculative_adaptive", "adaptive draft lengths"),
-    *_rows("speculative decoding", "speculative_", _SPECULATIVE),
-    *_rows("the hierarchical cache", "hicache_", _HICACHE),
+    NotBuilt("speculative_adaptive_config", "adaptive draft lengths"),
     NotBuilt("reasoning_parser", "reasoning parsers"),
     NotBuilt("tool_call_parser", "tool call parsers"),
     NotBuilt(
@@ -170,6 +173,7 @@ def normalize(args: ServerArgsFields) -> None:
     _normalize_device(args)
     _normalize_scheduling(args)
     _normalize_hicache(args)
+    _normalize_speculation(args)
 
 
 def _normalize_types(args: ServerArgsFields) -> None:
@@ -296,18 +300,72 @@ def _normalize_hicache(args: ServerArgsFields) -> None:
         args.hicache_write_policy = "write_through"
 
 
+# (steps, topk, verified tokens) where nothing is given. Source: the command line's documentation.
+_DEFAULT_DRAFT_SHAPES = {
+    "EAGLE": (5, 4, 8),
+    "EAGLE3": (5, 4, 8),
+    "NEXTN": (3, 1, 4),
+    "STANDALONE": (3, 1, 4),
+}
+_DEFAULT_NGRAM_DRAFT_TOKENS = 12
+
+
+def _normalize_speculation(args: ServerArgsFields) -> None:
+    algorithm = args.speculative_algorithm
+    if algorithm is None:
+        return
+    if algorithm == "NGRAM":
+        if args.speculative_num_draft_tokens is None:
+            args.speculative_num_draft_tokens = _DEFAULT_NGRAM_DRAFT_TOKENS
+        args.speculative_eagle_topk = args.speculative_ngram_max_bfs_breadth
+        # A path of repeated tokens may use up the whole tree.
+        args.speculative_num_steps = max(1, args.speculative_num_draft_tokens - 1)
+        return
+    if args.speculative_num_steps is None and algorithm in _DEFAULT_DRAFT_SHAPES:
+        _require(
+            args.speculative_eagle_topk is None and args.speculative_num_draft_tokens is None,
+            "--speculative-eagle-topk and --speculative-num-draft-tokens need "
+            "--speculative-num-steps.",
+        )
+        (
+            args.speculative_num_steps,
+            args.speculative_eagle_topk,
+            args.speculative_num_draft_tokens,
+        ) = _DEFAULT_DRAFT_SHAPES[algorithm]
+    if args.speculative_num_steps is None:
+        return
+    if args.speculative_eagle_topk is None:
+        args.speculative_eagle_topk = 1
+    chain = args.speculative_num_steps + 1
+    if args.speculative_eagle_topk == 1 and args.speculative_num_draft_tokens != chain:
+        if args.speculative_num_draft_tokens is not None:
+            logger.warning(
+                "--speculative-num-draft-tokens %d: a chain of %d steps verifies %d tokens",
+                args.speculative_num_draft_tokens,
+                args.speculative_num_steps,
+                chain,
+            )
+        args.speculative_num_draft_tokens = chain
+    if args.speculative_num_draft_tokens is None:
+        args.speculative_num_draft_tokens = chain
+
+
 def warn_ignored(args: ServerArgsFields) -> None:
     """Say once, at launch, which settings the chosen device has no use for."""
     if args.device == "cuda":
-        if args.disable_cuda_graph_padding:
-            logger.warning("--disable-cuda-graph-padding has no effect: graphs are padded")
         return
     for name in _CUDA_ONLY:
         if getattr(args, name) != _default_of(name):
             logger.warning("%s has no effect on CPU", _flag(name))
 
 
-_CUDA_ONLY = ("cuda_graph_max_bs_decode", "cuda_graph_bs_decode", "base_gpu_id", "gpu_id_step")
+_CUDA_ONLY = (
+    "cuda_graph_max_bs_decode",
+    "cuda_graph_bs_decode",
+    "disable_cuda_graph_padding",
+    "base_gpu_id",
+    "gpu_id_step",
+)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -355,6 +413,7 @@ _AT_LEAST: dict[str, float] = {
     "max_running_requests": 1,
     "max_queued_requests": 1,
     "max_total_tokens": 1,
+    "cuda_graph_max_bs_decode": 1,
     "max_prefill_tokens": 1,
     "stream_interval": 1,
     "tokenizer_worker_num": 1,
@@ -417,6 +476,23 @@ def _check_model(args: ServerArgsFields) -> None:
     )
 
 
+def _check_kv_cache(args: ServerArgsFields) -> None:
+    _require(
+        args.kv_cache_dtype not in _FP8_CACHE_DTYPES
+        or (args.device == "cuda" and args.attention_backend == "triton"),
+        f"--kv-cache-dtype {args.kv_cache_dtype} needs --device cuda and "
+        "--attention-backend triton.",
+    )
+
+
+def _check_cuda_graphs(args: ServerArgsFields) -> None:
+    sizes = args.cuda_graph_bs_decode
+    _require(
+        sizes is None or (len(sizes) > 0 and min(sizes) > 0),
+        f"--cuda-graph-bs-decode must list batch sizes of at least 1, not {sizes}.",
+    )
+
+
 def _check_http(args: ServerArgsFields) -> None:
     _require(
         (args.ssl_keyfile is None) == (args.ssl_certfile is None),
@@ -475,13 +551,65 @@ def _check_hicache(args: ServerArgsFields) -> None:
     )
 
 
+def _check_speculation(args: ServerArgsFields) -> None:
+    algorithm = args.speculative_algorithm
+    if algorithm is None:
+        _require(
+            args.speculative_draft_model_path is None,
+            "--speculative-draft-model-path needs --speculative-algorithm.",
+        )
+        return
+    needs_draft = algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+    _require(
+        not needs_draft or args.speculative_draft_model_path is not None,
+        f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path.",
+    )
+    shape = (
+        args.speculative_num_steps or 0,
+        args.speculative_eagle_topk or 0,
+        args.speculative_num_draft_tokens or 0,
+    )
+    _require(
+        min(shape) >= 1 and shape[2] >= 2,
+        "--speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens "
+        "must be at least 1, 1 and 2.",
+    )
+    most = shape[1] + (shape[0] - 1) * shape[1] ** 2
+    _require(
+        algorithm == "NGRAM" or shape[2] - 1 <= most,
+        f"{shape[0]} draft steps of top {shape[1]} make {most} nodes: "
+        f"--speculative-num-draft-tokens can be at most {most + 1}.",
+    )
+    thresholds = (
+        args.speculative_accept_threshold_single,
+        args.speculative_accept_threshold_acc,
+    )
+    _require(
+        all(0 < value <= 1 for value in thresholds),
+        "--speculative-accept-threshold-single and -acc must lie in (0, 1].",
+    )
+    _require(
+        not args.speculative_use_rejection_sampling
+        or (algorithm in ("EAGLE", "EAGLE3") and shape[1] == 1 and thresholds == (1.0, 1.0)),
+        "--speculative-use-rejection-sampling works with EAGLE and EAGLE3, "
+        "--speculative-eagle-topk 1 and thresholds of 1.",
+    )
+    _require(
+        not args.enable_return_hidden_states,
+        "--enable-return-hidden-states does not work with speculative decoding.",
+    )
+
+
 _CHECKS: tuple[Callable[[ServerArgsFields], None], ...] = (
     _check_choices,
     _check_ranges,
     _check_model,
+    _check_kv_cache,
+    _check_cuda_graphs,
     _check_http,
     _check_metrics,
     _check_scheduling,
     _check_parallel,
     _check_hicache,
+    _check_speculation,
 )

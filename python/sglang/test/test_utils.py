@@ -50,6 +50,8 @@ DEFAULT_TARGET_MODEL_NGRAM = "Qwen/Qwen2.5-Coder-7B-Instruct"
 DEFAULT_EAGLE_TARGET_MODEL_FOR_TEST = DEFAULT_TARGET_MODEL_EAGLE
 DEFAULT_EAGLE_DRAFT_MODEL_FOR_TEST = DEFAULT_DRAFT_MODEL_EAGLE
 DEFAULT_MODEL_NAME_FOR_TEST_EAGLE3 = DEFAULT_DRAFT_MODEL_EAGLE3
+# The draft that comes with the project, for the small model of scripts/fetch_model.py.
+SMALL_EAGLE3_DRAFT = Path(__file__).resolve().parent / "data" / "smollm2-135m-eagle3"
 
 _GPU_POLL_INTERVAL_S = 0.5
 

@@ -28,8 +28,10 @@ SMALL_FORMS = {
     "bench_serving": ["--small", "--json"],
     "bench_cpu_engine": ["--small", "--threads", "1", "--json"],
     "bench_one_batch": ["--device", "cpu", "--small", "--json"],
+    "bench_overhead": ["--device", "cpu", "--json"],
     "bench_attention": ["--small", "--json"],
     "bench_radix_cache": ["--small", "--out"],
+    "bench_hicache_copy": ["--device", "cpu", "--small", "--json"],
     "bench_scheduler": ["--small", "--json"],
     "bench_cpu_ops": ["--small", "--threads", "1", "--json"],
 }

@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from sglang.srt.layers.dispatch import KVDestination, TorchOps, select_ops
+from sglang.srt.layers.dispatch import ExpertWeights, KVDestination, TorchOps, select_ops
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
+from sglang.srt.layers.triton_ops.moe import plan_experts
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 
 HAS_CUDA = torch.cuda.is_available()
@@ -127,11 +128,27 @@ def test_argmax_takes_the_first_of_equals(width: int) -> None:
     x = torch.randn(3, 2 * width, device=DEVICE)[:, :width]
     x[1] = 0.25
     x[2, width // 2] = x[2, width - 1] = 9.0
-    got = argmax_rows(x)
+    got, unusable = argmax_rows(x)
     assert got.dtype == torch.int64
     assert got.tolist() == x.argmax(-1).tolist()
     assert got.tolist()[1:] == [0, width // 2]
+    assert not unusable.any()
     assert OURS.argmax(torch.full_like(x, float("nan"))).max() < width
+
+
+@pytest.mark.parametrize("width", [5, 9001])
+def test_rows_that_hold_no_numbers_are_found(width: int) -> None:
+    x = torch.randn(6, width, device=DEVICE)
+    x[1, width - 1] = float("nan")
+    x[2, 0] = float("inf")
+    x[3, 1:] = -float("inf")  # a grammar allows one token
+    x[4] = float("nan")
+    x[5, 2], x[5, 3] = float("inf"), -float("inf")
+    got, unusable = argmax_rows(x)
+    assert unusable.tolist() == [False, True, True, False, True, True]
+    assert unusable.tolist() == TORCH.checked_argmax(x)[1].tolist()
+    assert got.tolist()[3] == 0
+    assert got.max() < width
 
 
 @pytest.mark.cuda
@@ -183,3 +200,87 @@ def test_linear_of_one_row_of_a_padded_weight() -> None:
     weight = randn(7, 48, dtype=dtype)[:, :40]
     x = randn(2, 40, dtype=dtype)[1:]
     close(OURS.linear(x, weight, None), (x.float() @ weight.float().T).to(dtype))
+
+
+# (tokens, experts, experts a token, hidden, intermediate)
+MOE_SHAPES = [(1, 4, 2, 24, 20), (7, 3, 2, 16, 33), (40, 5, 1, 40, 16)]
+if HAS_CUDA:
+    MOE_SHAPES += [(1, 128, 8, 2048, 768), (64, 128, 8, 2048, 768), (3000, 128, 8, 2048, 768)]
+
+
+def moe_case(
+    shape: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights]:
+    """(x, expert ids, factors, weights); the last expert is nobody's choice."""
+    tokens, experts, top_k, hidden, intermediate = shape
+    gate_up = randn(experts, 2 * intermediate, hidden, dtype=dtype) * hidden**-0.5
+    down = randn(experts, hidden, intermediate, dtype=dtype) * intermediate**-0.5
+    weights = ExpertWeights(gate_up=gate_up, down=down, activation=OURS.silu_and_mul)
+    factors, ids = torch.rand(tokens, experts - 1, device=DEVICE).topk(top_k, dim=-1)
+    return randn(tokens, hidden, dtype=dtype), ids, factors.to(dtype), weights
+
+
+def moe_reference(
+    x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, weights: ExpertWeights
+) -> torch.Tensor:
+    """In float32 on the CPU, by the reference set."""
+    wide = ExpertWeights(
+        gate_up=weights.gate_up.float().cpu(),
+        down=weights.down.float().cpu(),
+        activation=TORCH.silu_and_mul,
+    )
+    return TORCH.experts(x.float().cpu(), ids.cpu(), factors.float().cpu(), wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MOE_SHAPES)
+def test_experts(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    case = moe_case(shape, dtype)
+    got = OURS.experts(*case)
+    expected = moe_reference(*case)
+    assert got.dtype == dtype
+    error = (got.float().cpu() - expected).norm() / expected.norm()
+    assert error < 3 * torch.finfo(dtype).eps
+
+
+def test_no_tokens_no_experts() -> None:
+    case = moe_case(MOE_SHAPES[0], DTYPES[0])
+    got = OURS.experts(case[0][:0], case[1][:0], case[2][:0], case[3])
+    assert got.shape == (0, 24)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 5, 2), (50, 4, 3), (700, 6, 2)])
+def test_plan_has_every_pair_once_in_blocks_of_one_expert(
+    tokens: int, experts: int, top_k: int
+) -> None:
+    ids = torch.rand(tokens, experts, device=DEVICE).topk(top_k, dim=-1).indices
+    plan = plan_experts(ids, experts)
+    flat = ids.flatten().tolist()
+    order = plan.order.tolist()
+    assert order == sorted(range(tokens * top_k), key=lambda pair: flat[pair])
+    starts = sorted(start for start in plan.blocks.tolist()[1:] if start >= 0)
+    expected = []
+    for expert in range(experts):
+        places = [place for place, pair in enumerate(order) if flat[pair] == expert]
+        expected += places[:: plan.block_pairs]
+    assert starts == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_captured_experts_follow_the_router(dtype: torch.dtype) -> None:
+    ops = select_ops(torch.device(DEVICE), dtype)
+    x, ids, factors, weights = moe_case((8, 16, 2, 64, 48), dtype)
+    ops.experts(x, ids, factors, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.experts(x, ids, factors, weights)
+    for _ in range(3):
+        new = moe_case((8, 16, 2, 64, 48), dtype)
+        for old, fresh in zip((x, ids, factors), new[:3]):
+            old.copy_(fresh)
+        graph.replay()
+        expected = moe_reference(x, ids, factors, weights)
+        error = (out.float().cpu() - expected).norm() / expected.norm()
+        assert error < 3 * torch.finfo(torch.bfloat16).eps

@@ -22,7 +22,8 @@ from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
 from sglang.srt.layers.attention.triton_ops.dense_prefill import make_plan
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.dispatch import TorchOps
+from sglang.srt.layers.radix_attention import RadixAttention, Rotation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -39,6 +40,7 @@ TOLERANCE = {
     torch.bfloat16: 1e-2,
     # The reference rounds keys and values to it as well; what is left is bfloat16.
     torch.float8_e4m3fn: 1e-2,
+    torch.float8_e5m2: 1e-2,
 }
 
 
@@ -280,6 +282,67 @@ def test_shares_of_a_decode_step_are_merged_every_time(lengths: list[int]) -> No
         assert not workspace._memory[-1].isnan().all(), "nothing was shared"
 
 
+def check_rotating(shape: Shape, rotary_dim: int) -> None:
+    """The kernel that rotates and writes, against both done beforehand."""
+    case = Case(shape)
+    layer, batch = case.layer(), case.batch(case.pool)
+    backend = create_attention_backend("triton", case.facts(shape.dtype))
+    assert backend.can_rotate(batch)
+    table = torch.randn(max(shape.seq_lens) + 1, rotary_dim, device=DEVICE)
+    q, k = case.q.clone(), case.k.to(shape.dtype).flatten(1)
+    v = case.v.to(shape.dtype)
+    rotated = TorchOps().apply_rope(q.clone(), k.clone(), batch.positions, table, shape.head_dim)
+    before = case.pool.k_data.clone(), case.pool.v_data.clone()
+    new_keys = rotated[1].unflatten(-1, (-1, shape.head_dim))
+    expected = backend.forward(rotated[0], new_keys, v, layer, batch)
+    wanted = case.pool.k_data.clone(), case.pool.v_data.clone()
+    case.pool.k_data.copy_(before[0])
+    case.pool.v_data.copy_(before[1])
+
+    rotation = Rotation(positions=batch.positions, cos_sin=table)
+    heads = k.unflatten(-1, (-1, shape.head_dim))
+    got = backend.forward_rotating(q, heads, v, rotation, layer, batch)
+    assert relative_error(got, expected.float()) < TOLERANCE[shape.kv_dtype or shape.dtype]
+    assert torch.equal(q, case.q) and torch.equal(k, case.k.to(shape.dtype).flatten(1))
+    tolerance = TOLERANCE[shape.kv_dtype or shape.dtype]
+    for ours, theirs in zip((case.pool.k_data, case.pool.v_data), wanted):
+        torch.testing.assert_close(
+            ours.float(), theirs.float(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("rotary_dim", ["all", "half"])
+@pytest.mark.parametrize("name", [name for name in TINY if name.startswith("decode")])
+def test_rotating_in_the_kernel_changes_nothing(name: str, rotary_dim: str) -> None:
+    head_dim = TINY[name].head_dim
+    check_rotating(TINY[name], head_dim if rotary_dim == "all" else head_dim // 4 * 2)
+
+
+@pytest.mark.parametrize("share_target", [0, 6, 40])
+def test_only_the_last_share_writes_the_new_key(
+    share_target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = launcher.LaunchConfig(
+        block_m=16, block_n=16, num_warps=4, num_stages=2, share_target=share_target
+    )
+    monkeypatch.setattr(launcher, "choose_config", lambda inputs: config)
+    monkeypatch.setattr(launcher, "MIN_KEYS_PER_SHARE", 16)
+    check_rotating(Shape([129, 16, 200], [1] * 3, mode=DECODE), 16)
+    # Six shares of whole blocks: the fifth has the last key, the sixth has none.
+    check_rotating(Shape([129], [1], mode=DECODE), 16)
+
+
+def test_prompts_are_not_rotated_by_the_kernel() -> None:
+    case = Case(TINY["extend"])
+    batch = case.batch(case.pool)
+    backend = create_attention_backend("triton", case.facts(torch.float32))
+    assert not backend.can_rotate(batch)
+    rotation = Rotation(positions=batch.positions, cos_sin=torch.zeros(99, 16, device=DEVICE))
+    layer = case.layer()
+    with pytest.raises(ValueError, match="decode step"):
+        backend.forward_rotating(case.q, case.k, case.v, rotation, layer, batch)
+
+
 def test_too_many_shares_are_refused() -> None:
     case = Case(Shape([1], [1], mode=DECODE))
     queries = case.q.view(1, 4, 16)
@@ -363,18 +426,21 @@ from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_
 pointers = dict(
     queries="*bf16", out="*bf16", key_buffer="*bf16", value_buffer="*bf16", table="*i32",
     table_rows="*i64", seq_lens="*i64", query_lens="*i64", tree_mask="*u8", partial_out="*fp32",
-    partial_lse="*fp32", arrivals="*i32", scale_log2="fp32",
+    partial_lse="*fp32", arrivals="*i32", new_keys="*bf16", new_values="*bf16",
+    positions="*i64", cos_sin="*fp32", slots="*i64", scale_log2="fp32",
 )
 sizes = dict(
     NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
     WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, PRECISION="tf32",
-    ONE_LOOP=True, MASKED_STAGES=5, MERGE_HERE=True, MERGE_ROWS=4, MERGE_SHARES=8, PDL=True,
+    HALF=64, ONE_LOOP=True, MASKED_STAGES=5, MERGE_HERE=True, MERGE_ROWS=4, MERGE_SHARES=8,
+    PDL=True,
 )
 names = paged_attention_kernel.arg_names
 signature = {
     name: "constexpr" if name in sizes else pointers.get(name, "i32") for name in names
 }
-strides = ("query_stride", "out_stride", "key_stride", "value_stride")
+strides = ("query_stride", "out_stride", "key_stride", "value_stride", "new_key_stride",
+           "new_value_stride", "cos_sin_stride")
 aligned = {
     (i,): [["tt.divisibility", 16]]
     for i, name in enumerate(names)
@@ -408,6 +474,13 @@ LARGE = {
         [(i * 977) % 4000 for i in range(64)], [1] * 64, 32, 8, 128, BF16, mode=DECODE
     ),
     "decode-300": Shape([i % 77 for i in range(300)], [1] * 300, 9, 3, 64, FP16, mode=DECODE),
+    "decode-200-mixed": Shape(
+        [(i * 977) % 3000 for i in range(200)], [1] * 200, 32, 8, 128, BF16, mode=DECODE
+    ),
+    "decode-300-fp8": Shape(
+        [i % 99 for i in range(300)], [1] * 300, 32, 8, 128, BF16, FP8, mode=DECODE
+    ),
+    "decode-e5m2": Shape([500, 3], [1, 1], 32, 8, 128, BF16, torch.float8_e5m2, mode=DECODE),
     "decode-fp8": Shape([5000, 3], [1, 1], 32, 8, 128, BF16, FP8, mode=DECODE),
     "decode-fp32": Shape([900, 3], [1, 1], 8, 8, 96, torch.float32, mode=DECODE),
     "decode-256": Shape([5000, 100], [1, 1], 8, 1, 256, BF16, mode=DECODE, window=512),
@@ -434,6 +507,13 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_batches_equal_the_reference(name: str) -> None:
     check(LARGE[name])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [name for name in LARGE if name.startswith("decode")])
+def test_rotating_large_batches(name: str) -> None:
+    check_rotating(LARGE[name], LARGE[name].head_dim)
 
 
 @pytest.mark.cuda

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
     UpdateWeightVersionReqInput,
 )
-from sglang.test.fakes.fake_worker import oracle
+from sglang.test.fakes.fake_worker import FakeSpeculativeWorker, oracle
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 
 
@@ -73,6 +73,36 @@ def test_tokens_do_not_depend_on_the_schedule(overlap, page_size, chunk_size, di
     for index, prompt in enumerate(prompts):
         assert harness.tokens(f"r{index}") == _expected(prompt, 12)
     assert harness.scheduler.checker.num_checks > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("num_slots", [192, 1024])
+def test_steps_of_several_tokens_change_no_output(overlap, page_size, num_slots):
+    """Also with a pool so small that requests are retracted, and ends inside an accepted run."""
+    worker = FakeSpeculativeWorker(
+        num_slots=num_slots, page_size=page_size, max_requests=16, context_len=128
+    )
+    harness = SchedulerHarness(
+        worker=worker,
+        page_size=page_size,
+        chunk_size=16,
+        overlap=overlap,
+        max_requests=16,
+        conservativeness=0.05,
+    )
+    prompts = _prompts(24, seed=3)
+    lengths = [1 + (17 * index) % 60 for index in range(len(prompts))]
+    for index, (prompt, length) in enumerate(zip(prompts, lengths)):
+        harness.generate(f"r{index}", prompt, length)
+        if index % 5 == 0:
+            harness.step(2)
+    harness.run_until_idle()
+    for index, (prompt, length) in enumerate(zip(prompts, lengths)):
+        assert harness.tokens(f"r{index}") == _expected(prompt, length)
+    assert harness.scheduler.checker.num_checks > 0
+    if num_slots == 192:
+        assert harness.scheduler.reports.num_retracted_total > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -85,6 +85,20 @@ def test_auto_compresses_what_loses_nothing(tmp_path):
     assert _fast(inexact)._compressed == []
 
 
+def test_auto_gives_up_a_format_that_new_weights_do_not_fit(tmp_path):
+    bf16 = make_tiny_checkpoint(tmp_path / "bf16", dtype=torch.bfloat16)
+    auto, plain = _runner(bf16), _runner(bf16, "fp32")
+    assert _fast(auto)._compressed
+    for runner in (auto, plain):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in runner.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        _fast(runner).weights_changed()
+    assert _fast(auto)._compressed == []
+    assert _tokens(auto) == _tokens(plain)
+
+
 def test_copies_follow_the_weights(tmp_path):
     runner = _runner(make_tiny_checkpoint(tmp_path), "fp16")
     before = _tokens(runner)
@@ -97,3 +111,12 @@ def test_copies_follow_the_weights(tmp_path):
     fresh = _tokens(runner)
     # Negative control: without the call the copies are those of the old weights.
     assert fresh != stale and fresh != before
+
+
+def test_a_target_with_layers_to_capture_keeps_the_shortcut(tmp_path):
+    runner = _runner(make_tiny_checkpoint(tmp_path, num_hidden_layers=4))
+    expected = _tokens(runner)
+    runner.model.set_eagle3_layers_to_capture()
+    steps_before = _fast(runner).num_steps
+    assert _tokens(runner) == expected
+    assert _fast(runner).num_steps == 2 * steps_before

@@ -122,6 +122,51 @@ def test_captured_streams_are_the_reference_hidden_states(
     torch.testing.assert_close(output.hidden_states, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_every_family_captures_the_usual_layers(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_checkpoint(tmp_path, family, num_hidden_layers=5)
+    model = load(folder)
+    model.set_eagle3_layers_to_capture()
+    runner = MiniRunner(model)
+    output = runner.extend([runner.new_request()], [PROMPT], capture=CaptureHiddenMode.FULL)
+    kind = {"experts_implementation": "eager"} if family == "qwen3_moe" else {}
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kind)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    # Of five layers the early, middle and late one are all the third: it comes three times.
+    assert output.hidden_states is not None
+    wanted = torch.cat([expected[2][0]] * 3, dim=-1)
+    torch.testing.assert_close(output.hidden_states, wanted, atol=1e-4, rtol=0)
+
+
+def test_captured_rows_of_prefill_decode_and_verification_agree(tmp_path: Path) -> None:
+    model = load(make_tiny_checkpoint(tmp_path, num_hidden_layers=6))
+    model.set_eagle3_layers_to_capture([1, 3, 5])
+    runner = MiniRunner(model)
+    rows = [runner.new_request() for _ in range(3)]
+    full, last = CaptureHiddenMode.FULL, CaptureHiddenMode.LAST
+    whole = runner.extend([rows[0]], [PROMPT], capture=full).hidden_states
+    assert whole is not None and whole.shape == (len(PROMPT), 180)
+    runner.extend(rows[1:2], [PROMPT[:5]])
+    verified = runner.extend(rows[1:2], [PROMPT[5:]], capture=full, mode=ForwardMode.TARGET_VERIFY)
+    assert verified.next_token_logits.shape[0] == 4
+    torch.testing.assert_close(verified.hidden_states, whole[5:], atol=1e-4, rtol=0)
+    prefilled = runner.extend(rows[2:], [PROMPT[:8]], capture=last)
+    torch.testing.assert_close(prefilled.hidden_states, whole[7:8], atol=1e-4, rtol=0)
+    decoded = runner.decode(rows[2:], PROMPT[8:], capture=last)
+    torch.testing.assert_close(decoded.hidden_states, whole[8:], atol=1e-4, rtol=0)
+
+
+def test_without_capture_mode_no_stream_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(make_tiny_checkpoint(tmp_path))
+    model.set_eagle3_layers_to_capture([0, 1, 2])
+    runner = MiniRunner(model)
+    monkeypatch.setattr("sglang.srt.models.llama._residual_stream", None)
+    assert runner.extend([runner.new_request()], [PROMPT]).hidden_states is None
+
+
 def test_capture_after_the_last_layer_is_not_normed(tmp_path: Path) -> None:
     model = load(make_tiny_checkpoint(tmp_path))
     runner = MiniRunner(model)

@@ -1,8 +1,9 @@
 """Collectives over the tensor-parallel group.
 
-Every function is the identity with one rank and a collective otherwise: all ranks must call it,
-in the same order, with the same shapes. Layers use the tensor ones; the scheduler uses
-`broadcast_bytes`, `all_reduce_min` and `barrier` on the host group. Not thread safe per group.
+Every function is the identity without a process group (one rank) and a collective otherwise: all
+ranks must call it, in the same order, with the same shapes. Layers use the tensor ones; the
+scheduler uses `broadcast_bytes`, `all_reduce_min` and `barrier` on the host group. Not thread safe
+per group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 def tensor_model_parallel_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over ranks, in place. Collective. Returns `tensor`."""
     group = get_tp_group()
-    if group.size > 1:
+    if group.device_group is not None:
         dist.all_reduce(tensor, group=group.device_group)
     return tensor
 
@@ -24,7 +25,7 @@ def tensor_model_parallel_all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 def tensor_model_parallel_all_gather(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """Concatenate every rank's `tensor` (equal shapes) along `dim` in rank order. Collective."""
     group = get_tp_group()
-    if group.size == 1:
+    if group.device_group is None:
         return tensor
     tensor = tensor.contiguous()
     parts = [torch.empty_like(tensor) for _ in range(group.size)]

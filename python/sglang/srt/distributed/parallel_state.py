@@ -63,6 +63,17 @@ def init_distributed(
     return _tp_group
 
 
+def new_host_group() -> dist.ProcessGroup:
+    """A further gloo group of all ranks, for collectives of one thread of its own. Collective.
+
+    Raises RuntimeError where there is one rank.
+    """
+    if _tp_group.size == 1:
+        raise RuntimeError("one rank has no groups")
+    group: dist.ProcessGroup = dist.new_group(list(range(_tp_group.size)), backend="gloo")
+    return group
+
+
 def get_tp_group() -> TPGroup:
     """The group of this process; a group of one before `init_distributed`."""
     return _tp_group

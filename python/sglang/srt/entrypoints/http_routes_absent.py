@@ -36,9 +36,6 @@ NATIVE_CONTROL_ENDPOINTS: dict[str, tuple[str, ...]] = {
     "/get_weights_by_name": _GET_POST,
     "/release_memory_occupation": _GET_POST,
     "/resume_memory_occupation": _GET_POST,
-    "/hicache/storage-backend/clear": _POST,
-    "/clear_hicache_storage_backend": _GET_POST,
-    "/hicache/storage-backend": ("GET", "PUT", "DELETE"),
 }
 LORA_ENDPOINTS: dict[str, tuple[str, ...]] = {
     "/load_lora_adapter": _POST,

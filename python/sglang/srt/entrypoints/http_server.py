@@ -32,6 +32,7 @@ from starlette.exceptions import HTTPException
 from sglang.srt.entrypoints import (
     http_routes_absent,
     http_routes_control,
+    http_routes_hicache,
     http_routes_native,
     http_routes_openai,
 )
@@ -93,7 +94,11 @@ _ERROR_BYTES = 4000
 # ------------------------------------------------------------------------------------------------
 
 
-_CONTROL_ROUTERS = (http_routes_control.router, http_routes_absent.control_router)
+_CONTROL_ROUTERS = (
+    http_routes_control.router,
+    http_routes_hicache.router,
+    http_routes_absent.control_router,
+)
 _ROUTERS = (
     http_routes_native.router,
     http_routes_openai.router,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -16,6 +17,15 @@ import torch
 from torch.nn import functional
 
 from sglang.srt.layers.cpu import ops as cpu_ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """Weights of all experts of a layer and the activation between the two products."""
+
+    gate_up: torch.Tensor  # [E, 2 * I, hidden]
+    down: torch.Tensor  # [E, hidden, I]
+    activation: Callable[[torch.Tensor], torch.Tensor]  # [n, 2 * I] -> [n, I]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +99,28 @@ class Ops(Protocol):
         """`apply_rope`, and the rotated keys and v [n, kv_heads * head_dim] to the pool."""
         ...
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        factors: torch.Tensor,
+        weights: ExpertWeights,
+    ) -> torch.Tensor:
+        """Sum of the chosen experts' outputs times their factors, [n, hidden] like x.
+
+        expert_ids int64 [n, k], no expert twice a token; factors [n, k].
+        """
+        ...
+
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         """Index of the largest entry of every row, [n, width] -> int64 [n]; the first of equals.
 
         Some index within the row where it holds NaN.
         """
+        ...
+
+    def checked_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`argmax`, and whether the row holds NaN or +inf: bool [n]."""
         ...
 
 
@@ -154,8 +181,36 @@ class TorchOps:
         _store(k, v, destination)
         return q, k
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        factors: torch.Tensor,
+        weights: ExpertWeights,
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        if x.device.type == "cpu":
+            for expert in expert_ids.unique().tolist():
+                tokens, choices = torch.where(expert_ids == expert)
+                hidden = self._expert(x[tokens], expert, weights)
+                out.index_add_(0, tokens, hidden * factors[tokens, choices].unsqueeze(1))
+            return out
+        # Every expert for every token, since a captured step cannot ask who was chosen.
+        for expert in range(weights.down.shape[0]):
+            factor = torch.where(expert_ids == expert, factors, 0.0).sum(1, keepdim=True)
+            out += self._expert(x, expert, weights) * factor.to(x.dtype)
+        return out
+
+    def _expert(self, x: torch.Tensor, expert: int, weights: ExpertWeights) -> torch.Tensor:
+        hidden = self.linear(x, weights.gate_up[expert], None)
+        return self.linear(weights.activation(hidden), weights.down[expert], None)
+
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
         return x.argmax(-1)
+
+    def checked_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = x.sum(dim=-1)
+        return self.argmax(x), sums.isnan() | sums.isposinf()
 
 
 class CpuFloat32Ops(TorchOps):
@@ -221,7 +276,16 @@ def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
 def argmax(x: torch.Tensor) -> torch.Tensor:
     """`Ops.argmax` of the device's own set, whatever the model's dtype."""
-    return (_cuda_ops() if x.device.type == "cuda" else _CPU_FLOAT32_OPS).argmax(x)
+    return _ops_of_device(x).argmax(x)
+
+
+def checked_argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Ops.checked_argmax` of the device's own set, whatever the model's dtype."""
+    return _ops_of_device(x).checked_argmax(x)
+
+
+def _ops_of_device(x: torch.Tensor) -> Ops:
+    return _cuda_ops() if x.device.type == "cuda" else _CPU_FLOAT32_OPS
 
 
 def default_ops() -> Ops:

@@ -170,7 +170,7 @@ class RowParallelLinear(_Linear):
         super().__init__(output_size, columns, bias)
         self._input_size = input_size
         self._first_column = group.rank * columns
-        self._reduce = reduce and group.size > 1
+        self._reduce = reduce and group.device_group is not None
         # The bias belongs to the sum, so exactly one rank adds it.
         self._adds_bias = bias and group.rank == 0
 

@@ -35,9 +35,11 @@ class LogitsProcessorOutput:
     `tolist()` turns each into the lists per position that replies carry.
     """
 
-    # float32 [b, V]; [n, V] in a verify step, where every new token needs a distribution.
+    # float32 [b, V]; [n, V] in a verify step, where every new token needs a distribution; one row
+    # for each of `ForwardBatch.logits_rows` where rows were named.
     next_token_logits: torch.Tensor
-    # [b, hidden] (LAST) or [n, hidden] (FULL); width is a multiple where layers are captured.
+    # Of the rows that have logits (LAST) or of all n (FULL); [.., hidden], or a multiple of that
+    # where layers are captured. See `CaptureHiddenMode`.
     hidden_states: torch.Tensor | None = None
 
     input_token_logprobs: list[torch.Tensor | None] | None = None  # float32 [rows]
@@ -46,12 +48,18 @@ class LogitsProcessorOutput:
     input_token_ids_logprobs_val: list[torch.Tensor | None] | None = None  # float32 [rows, m]
     input_token_ids_logprobs_idx: list[list[int] | None] | None = None  # the m ids asked for
 
+    # int64 [b]: the largest logit of each row, where the step found it on the way (captured ones);
+    # `unusable_rows` belongs to it. Both are valid as long as the logits are.
+    greedy_token_ids: torch.Tensor | None = None
+
     # Filled by the sampler after it has drawn the tokens.
     next_token_logprobs: torch.Tensor | None = None  # float32 [b]
     next_token_top_logprobs_val: list[list[float]] | None = None
     next_token_top_logprobs_idx: list[list[int]] | None = None
     next_token_token_ids_logprobs_val: list[list[float]] | None = None
     next_token_token_ids_logprobs_idx: list[list[int]] | None = None
+    # bool [b]: rows with NaN or +inf; None where nobody found out on the way.
+    unusable_rows: torch.Tensor | None = None
 
 
 class LogitsProcessor(nn.Module):
@@ -73,11 +81,11 @@ class LogitsProcessor(nn.Module):
 
         Collective with more than one rank (gathers vocabulary shards).
         """
-        last_rows = _last_rows(forward_batch)
-        pruned = hidden_states if last_rows is None else hidden_states[last_rows]
+        logit_rows = _rows_with_logits(forward_batch)
+        pruned = hidden_states if logit_rows is None else hidden_states[logit_rows]
         output = LogitsProcessorOutput(
             next_token_logits=self._logits(pruned, lm_head),
-            hidden_states=_captured(hidden_states, aux_hidden_states, last_rows, forward_batch),
+            hidden_states=_captured(hidden_states, aux_hidden_states, logit_rows, forward_batch),
         )
         request = forward_batch.logprobs
         if request is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
@@ -162,8 +170,10 @@ def _wanted_rows(
             yield index, slice(first, end), targets
 
 
-def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    """Row of each request's last token; None where every row counts."""
+def _rows_with_logits(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    """Rows that get logits: the asked ones or each request's last; None where every row counts."""
+    if forward_batch.logits_rows is not None:
+        return forward_batch.logits_rows
     if forward_batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND):
         return None
     if forward_batch.extend_seq_lens is None:
@@ -174,7 +184,7 @@ def _last_rows(forward_batch: ForwardBatch) -> torch.Tensor | None:
 def _captured(
     hidden_states: torch.Tensor,
     aux_hidden_states: list[torch.Tensor] | None,
-    last_rows: torch.Tensor | None,
+    logit_rows: torch.Tensor | None,
     forward_batch: ForwardBatch,
 ) -> torch.Tensor | None:
     mode = forward_batch.capture_hidden_mode
@@ -182,6 +192,6 @@ def _captured(
         return None
     if aux_hidden_states:
         hidden_states = torch.cat(aux_hidden_states, dim=-1)
-    if mode is CaptureHiddenMode.FULL or last_rows is None:
+    if mode is CaptureHiddenMode.FULL or logit_rows is None:
         return hidden_states
-    return hidden_states[last_rows]
+    return hidden_states[logit_rows]

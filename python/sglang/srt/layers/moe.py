@@ -1,8 +1,7 @@
 """Mixture of experts with softmax top-k routing and fused expert weights.
 
-The simple form: a loop over the experts that any token of the batch chose. Experts are split over
-ranks inside (by intermediate size), so every rank runs every chosen expert and the results are
-summed once.
+Experts are split over ranks inside (by intermediate size), so every rank runs every chosen expert
+and the results are summed once. How the chosen ones are run is the operations' choice (`dispatch`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import nn
 from sglang.srt.distributed.communication import tensor_model_parallel_all_reduce
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.activation import get_gated_activation
-from sglang.srt.layers.dispatch import default_ops
+from sglang.srt.layers.dispatch import ExpertWeights, default_ops
 from sglang.srt.layers.linear import ReplicatedLinear, split_evenly
 from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot, new_parameter
 
@@ -45,13 +44,10 @@ class FusedExperts(WeightOwner):
 
         Collective with more than one rank.
         """
-        out = torch.zeros_like(x)
-        for expert in expert_ids.unique().tolist():
-            tokens, choices = torch.where(expert_ids == expert)
-            hidden = self._ops.linear(x[tokens], self.gate_up_proj[expert], None)
-            hidden = self._ops.linear(self._activation(hidden), self.down_proj[expert], None)
-            weights = expert_weights[tokens, choices].unsqueeze(1)
-            out.index_add_(0, tokens, hidden * weights)
+        weights = ExpertWeights(
+            gate_up=self.gate_up_proj, down=self.down_proj, activation=self._activation
+        )
+        out = self._ops.experts(x, expert_ids, expert_weights, weights)
         return tensor_model_parallel_all_reduce(out)
 
     def weight_slots(self, name: str) -> Mapping[str, WeightSlot]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
+from sglang.srt.layers.dispatch import KVDestination
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import current_attention_backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """By how much each new token's heads are rotated; see `dispatch.Ops.apply_rope`."""
+
+    positions: torch.Tensor  # int64 [n]
+    cos_sin: torch.Tensor  # float32 [positions, rotary_dim]
 
 
 class RadixAttention(nn.Module):
@@ -29,6 +41,37 @@ class RadixAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.layer_id = layer_id
         self.sliding_window = sliding_window
+
+    def rotate_and_attend(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: RotaryEmbedding,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Rotate q and k, write k and v to the pool, attend. Shapes as in `forward`.
+
+        Consumes q and k. In one launch where the backend can; otherwise the operations of the
+        device rotate and write.
+        """
+        backend = current_attention_backend()
+        if backend.can_rotate(forward_batch):
+            return backend.forward_rotating(
+                q,
+                k.view(-1, self.num_kv_heads, self.head_dim),
+                v.view(-1, self.num_kv_heads, self.head_dim),
+                Rotation(positions=positions, cos_sin=rotary.cos_sin),
+                self,
+                forward_batch,
+            )
+        buffers = forward_batch.token_to_kv_pool.get_kv_buffer(self.layer_id)
+        destination = KVDestination(
+            slots=forward_batch.out_cache_loc, key_buffer=buffers.key, value_buffer=buffers.value
+        )
+        q, k = rotary.rotate_and_store(positions, q, k, v, destination)
+        return self.forward(q, k, v, forward_batch, save_kv_cache=False)
 
     def forward(
         self,

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from sglang.srt.layers.dispatch import argmax
+from sglang.srt.layers.dispatch import argmax, checked_argmax
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -47,6 +47,8 @@ class SamplerInput(Protocol):
     next_token_top_logprobs_idx: list[list[int]] | None
     next_token_token_ids_logprobs_val: list[list[float]] | None
     next_token_token_ids_logprobs_idx: list[list[int]] | None
+    greedy_token_ids: torch.Tensor | None
+    unusable_rows: torch.Tensor | None
 
 
 class Sampler:
@@ -73,16 +75,21 @@ class Sampler:
         """
         logits = logits_output.next_token_logits
         adjust_logits(logits, sampling_info)
-        next_token_ids = self._choose(logits, sampling_info, positions)
+        next_token_ids = self._choose(logits_output, sampling_info, positions)
         if logprobs is not None:
-            _fill_logprobs(logits_output, sampling_info, logprobs, next_token_ids)
+            fill_logprobs(logits_output, sampling_info, logprobs, next_token_ids)
         return next_token_ids
 
     def _choose(
-        self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
+        self, logits_output: SamplerInput, info: SamplingBatchInfo, positions: torch.Tensor
     ) -> torch.Tensor:
+        logits = logits_output.next_token_logits
         if info.is_all_greedy:
-            return argmax(logits)
+            known = logits_output.greedy_token_ids
+            if known is not None and not adjusts_logits(info):
+                return known
+            next_token_ids, logits_output.unusable_rows = checked_argmax(logits)
+            return next_token_ids
         is_mixed = len(info.sampled_rows) < info.batch_size
         rows = info.sampled_index if is_mixed else None
         probs = sampling_probs(logits, info)
@@ -112,6 +119,16 @@ def adjust_logits(logits: torch.Tensor, info: SamplingBatchInfo) -> None:
         logits.index_put_((suppressed.rows, suppressed.token_ids), suppressed.values)
     if info.vocab_mask is not None:
         apply_vocab_mask(logits, info.vocab_mask, [row for row, _ in info.grammars])
+
+
+def adjusts_logits(info: SamplingBatchInfo) -> bool:
+    """Whether `adjust_logits` changes anything."""
+    return (
+        info.logit_bias is not None
+        or info.penalties is not None
+        or info.suppressed is not None
+        or info.vocab_mask is not None
+    )
 
 
 def apply_vocab_mask(logits: torch.Tensor, vocab_mask: np.ndarray, rows: list[int]) -> None:
@@ -261,13 +278,16 @@ def _pick(values: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------
 
 
-def _fill_logprobs(
+def fill_logprobs(
     output: SamplerInput,
     info: SamplingBatchInfo,
     request: LogprobRequest,
     next_token_ids: torch.Tensor,
 ) -> None:
-    """Output logprobs of the rows that want any; the other rows hold 0."""
+    """Output logprobs of the rows that want any; the other rows hold 0.
+
+    `next_token_ids` int64 [b]: the token chosen in each row of the adjusted logits.
+    """
     wanted = [row for row, is_on in enumerate(request.enabled) if is_on]
     if not wanted:
         return

@@ -27,6 +27,7 @@ from sglang.srt.managers.tp_worker import GenerationBatchResult, ResolvedTokens
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.spec_counters import SpecCounters
 
 TopLogprobs = tuple[list[float], list[int]] | None
 
@@ -48,11 +49,14 @@ class BatchResultProcessor:
         self.decode_tail = decode_tail
         self.num_generated_tokens = 0
         self.num_released = 0  # requests that ended, ever
+        self.spec_total: SpecCounters | None = None  # since the last cache flush
 
     def process(self, batch: ScheduleBatch, result: GenerationBatchResult, now: float) -> None:
         """Apply one step. Waits for the step's copies to the host."""
         tokens = result.resolve()
-        logprobs = _OutputLogprobs(result.logits_output) if batch.traits.wants_logprobs else None
+        logprobs = None
+        if batch.traits.wants_logprobs:
+            logprobs = _OutputLogprobs(result.logits_output, result.tokens_per_req)
         if batch.forward_mode is ForwardMode.EXTEND:
             self._process_prefill(batch, result.logits_output, tokens, logprobs, now)
         else:
@@ -93,9 +97,19 @@ class BatchResultProcessor:
                 continue
             if req.return_hidden_states:
                 self._collect_hidden(req, batch, index, logits)
+            if tokens.accept_lens is not None:
+                self._count_drafts(req, batch, len(new_ids))
             req.kv_committed_len += self._advance(req, index, new_ids, tokens, logprobs)
             if req.stream and req.finish_reason is None:
                 self.streamer.add(req)
+
+    def _count_drafts(self, req: Req, batch: ScheduleBatch, num_accepted: int) -> None:
+        if req.spec is None:
+            req.spec = SpecCounters(batch.step_shape.num_draft_tokens)
+        req.spec.count(num_accepted)
+        if self.spec_total is None:
+            self.spec_total = SpecCounters(batch.step_shape.num_draft_tokens)
+        self.spec_total.count(num_accepted)
 
     # -- tokens ---------------------------------------------------------------------------------
 
@@ -237,10 +251,14 @@ class BatchResultProcessor:
 
 
 class _OutputLogprobs:
-    """Output logprobs of one step, read from the device at most once and only when asked for."""
+    """Output logprobs of one step, read from the device at most once and only when asked for.
 
-    def __init__(self, logits: LogitsProcessorOutput) -> None:
+    `tokens_per_req`: rows of each request, of which the first so many as it kept tokens count.
+    """
+
+    def __init__(self, logits: LogitsProcessorOutput, tokens_per_req: int) -> None:
         self._logits = logits
+        self._tokens_per_req = tokens_per_req
         self._values: list[float] | None = None
 
     def add_to(self, req: Req, index: int, num_kept: int) -> None:
@@ -250,21 +268,19 @@ class _OutputLogprobs:
             return
         if self._values is None:
             self._values = logits.next_token_logprobs.tolist()
+        first = index * self._tokens_per_req
+        rows = range(first, first + num_kept)
         delta = state.pending
-        delta.output_val.append(self._values[index])
+        delta.output_val.extend(self._values[first : first + num_kept])
         delta.output_idx.extend(req.output_ids[-num_kept:])
         if req.top_logprobs_num > 0:
-            delta.output_top = (delta.output_top or []) + [
-                _pair(logits.next_token_top_logprobs_val, logits.next_token_top_logprobs_idx, index)
-            ]
+            values, ids = logits.next_token_top_logprobs_val, logits.next_token_top_logprobs_idx
+            delta.output_top = (delta.output_top or []) + [_pair(values, ids, row) for row in rows]
         if req.token_ids_logprob:
-            delta.output_token_ids = (delta.output_token_ids or []) + [
-                _pair(
-                    logits.next_token_token_ids_logprobs_val,
-                    logits.next_token_token_ids_logprobs_idx,
-                    index,
-                )
-            ]
+            values = logits.next_token_token_ids_logprobs_val
+            ids = logits.next_token_token_ids_logprobs_idx
+            pairs = [_pair(values, ids, row) for row in rows]
+            delta.output_token_ids = (delta.output_token_ids or []) + pairs
 
 
 def _per_request(batch: ScheduleBatch, tokens: ResolvedTokens) -> Iterator[list[int]]:

@@ -345,6 +345,19 @@ class FreezeGCReqOutput(ControlReqOutput):
 
 
 @dataclass(kw_only=True)
+class UpdateWeightsFromTensorReqInput(ControlReqInput):
+    """Tensors from a trainer on this host, as `MultiprocessingSerializer` writes them."""
+
+    serialized_named_tensors: list[Any]  # str (base64) or bytes; one a tensor-parallel rank
+    load_format: str | None = None  # None | direct | flattened_bucket | name of a custom loader
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: str = "all"  # all | target | draft
+    torch_empty_cache: bool = False
+
+
+@dataclass(kw_only=True)
 class UpdateWeightVersionReqInput(ControlReqInput):
     new_version: str = ""
     abort_all_requests: bool = True
@@ -353,6 +366,51 @@ class UpdateWeightVersionReqInput(ControlReqInput):
 @dataclass(kw_only=True)
 class UpdateWeightVersionReqOutput(ControlReqOutput):
     pass
+
+
+@dataclass(kw_only=True)
+class AttachHiCacheStorageReqInput(ControlReqInput):
+    """Attach a storage backend to the hierarchical cache. None keeps the present policy."""
+
+    hicache_storage_backend: str = ""
+    hicache_storage_backend_extra_config_json: str | None = None  # as given by the user
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+@dataclass(kw_only=True)
+class AttachHiCacheStorageReqOutput(ControlReqOutput):
+    pass
+
+
+@dataclass(kw_only=True)
+class DetachHiCacheStorageReqInput(ControlReqInput):
+    pass
+
+
+@dataclass(kw_only=True)
+class DetachHiCacheStorageReqOutput(ControlReqOutput):
+    pass
+
+
+@dataclass(kw_only=True)
+class ClearHiCacheReqInput(ControlReqInput):
+    """Delete what our own namespaces hold in the storage backend."""
+
+
+@dataclass(kw_only=True)
+class ClearHiCacheReqOutput(ControlReqOutput):
+    pass
+
+
+@dataclass(kw_only=True)
+class GetHiCacheStatusReqInput(ControlReqInput):
+    pass
+
+
+@dataclass(kw_only=True)
+class GetHiCacheStatusReqOutput(ControlReqOutput):
+    status: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

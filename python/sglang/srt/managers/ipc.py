@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from sglang.srt.managers import io_struct
+from sglang.srt.utils.wakeup import Wakeup
 
 _EXT_INT32 = 1
 _ARRAY_OF_TWO = 0x92
@@ -197,10 +198,20 @@ class PullChannel:
         """Every message that has arrived, oldest first; empty when there is none."""
         return [decode(data) for data in self.recv_all_bytes_nowait()]
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Sleep until a message is there; False after `timeout_s` (None: no limit)."""
+    def wait(self, timeout_s: float | None, wakeup: Wakeup | None = None) -> bool:
+        """Sleep until a message is there; False after `timeout_s` (None: no limit).
+
+        `wakeup` ends the sleep too, and is cleared.
+        """
         timeout_ms = None if timeout_s is None else max(0, int(timeout_s * 1000))
-        return bool(self._socket.poll(timeout_ms, zmq.POLLIN))
+        if wakeup is None:
+            return bool(self._socket.poll(timeout_ms, zmq.POLLIN))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(wakeup.fileno(), zmq.POLLIN)
+        ready = dict(poller.poll(timeout_ms))
+        wakeup.clear()
+        return self._socket in ready
 
     def recv(self, timeout_s: float | None = None) -> Any | None:
         """The next message, or None when none came within `timeout_s` (None: no limit)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, RequestOutput
 from sglang.srt.managers.schedule_batch import Req
@@ -77,10 +76,13 @@ class OutputStreamer:
             output.finish_reason = req.finish_reason.to_json()
             output.hidden_states = req.hidden_states or None
             output.timings = self._timings(req)
+            if req.spec is not None:
+                output.spec = req.spec.to_meta_info(num_tokens)
         return output
 
     def _first_output(self, req: Req) -> RequestOutput:
         """What stays as it is from the first message on."""
+        sources = req.cached_sources
         return RequestOutput(
             rid=req.rid,
             new_token_ids=array("i"),
@@ -88,18 +90,9 @@ class OutputStreamer:
             prompt_tokens=len(req.origin_input_ids),
             completion_tokens=0,
             cached_tokens=req.cached_tokens,
-            cached_tokens_details=self._cached_details(req),
+            cached_tokens_details=sources.to_json() if sources is not None else None,
             decode=req.news.decode,
         )
-
-    @staticmethod
-    def _cached_details(req: Req) -> dict[str, Any] | None:
-        if req.cached_tokens == 0:
-            return None
-        return {
-            "device": req.cached_tokens - req.host_cached_tokens,
-            "host": req.host_cached_tokens,
-        }
 
     @staticmethod
     def _timings(req: Req) -> dict[str, float]:

@@ -17,10 +17,13 @@ import torch.distributed as dist
 
 from sglang.srt.distributed.communication import broadcast_bytes
 from sglang.srt.managers.ipc import PullChannel, decode
+from sglang.srt.utils.wakeup import Wakeup
 
 # How long an idle scheduler sleeps on its channel. New messages end the sleep at once; the limit
 # keeps the liveness counter moving and notices deadlines and compiled grammars.
 IDLE_WAIT_S = 0.02
+# While copies or storage are at work, other ranks may finish theirs without waking this one.
+TRANSFER_WAIT_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,20 +38,31 @@ class ReceivedStep:
 class RequestReceiver:
     """Receives on rank 0, broadcasts to the others."""
 
-    def __init__(self, channel: PullChannel | None, cpu_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        channel: PullChannel | None,
+        cpu_group: dist.ProcessGroup | None,
+        wakeup: Wakeup | None = None,
+    ) -> None:
         self._channel = channel  # rank 0 only
         self._cpu_group = cpu_group
+        self._wakeup = wakeup  # set by the cache's transfer threads
 
-    def recv(self, *, idle: bool, poll_grammars: Callable[[], list[str]]) -> ReceivedStep:
-        """Take everything that has arrived; waits up to IDLE_WAIT_S where `idle` and nothing has.
+    def recv(
+        self, *, idle: bool, poll_grammars: Callable[[], list[str]], transfers: bool = False
+    ) -> ReceivedStep:
+        """Take everything that has arrived; sleeps a little where `idle` and nothing has.
 
-        `poll_grammars` is asked on rank 0 only. Collective over the TP ranks.
+        `transfers`: copies or storage are at work and may wake us. `poll_grammars` is asked on
+        rank 0 only. Collective over the TP ranks.
         """
         frame = b""
         if self._channel is not None:
             raw = self._channel.recv_all_bytes_nowait()
-            if not raw and idle and self._channel.wait(IDLE_WAIT_S):
-                raw = self._channel.recv_all_bytes_nowait()
+            if not raw and idle:
+                wait_s = TRANSFER_WAIT_S if transfers else IDLE_WAIT_S
+                if self._channel.wait(wait_s, self._wakeup):
+                    raw = self._channel.recv_all_bytes_nowait()
             if self._cpu_group is None:
                 return self._decode(raw, poll_grammars(), time.time())
             frame = msgspec.msgpack.encode((raw, poll_grammars(), time.time()))

@@ -42,6 +42,7 @@ from sglang.srt.mem_cache.tree_components.base import TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, LogprobRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_counters import SpecCounters
 
 # `max_new_tokens` of a request that may go on to the end of its context.
 NO_LIMIT = 1 << 30
@@ -92,6 +93,25 @@ class StreamState:
     num_sent_tokens: int = 0
     output: RequestOutput | None = None  # the message object, filled anew for each message
     flush_number: int = -1  # the flush that the object was last collected for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedSources:
+    """Where the cached tokens of a prompt came from. `storage_backend`: None without storage."""
+
+    device: int
+    host: int
+    storage: int
+    storage_backend: str | None
+
+    def to_json(self) -> dict[str, Any] | None:
+        """`meta_info.cached_tokens_details`; None when nothing was cached."""
+        if self.device + self.host + self.storage == 0:
+            return None
+        details: dict[str, Any] = {"device": self.device, "host": self.host}
+        if self.storage_backend is not None:
+            details |= {"storage": self.storage, "storage_backend": self.storage_backend}
+        return details
 
 
 class WeightVersionSpans:
@@ -192,11 +212,17 @@ class Req:
             recv.sampling_params.has_penalties or recv.sampling_params.grammar is not None
         )
 
-        # What the client is told.
+        self._init_reports(recv, weight_version)
+
+    def _init_reports(self, recv: TokenizedGenerateReqInput, weight_version: str) -> None:
+        """What the client is told, and when things happened."""
         self.cached_tokens = 0
-        self.host_cached_tokens = 0
+        self.host_cached_tokens = 0  # of the present prefix: copied from the host
+        self.storage_loaded_tokens = 0  # fetched from storage for this request so far
+        self.cached_sources: CachedSources | None = None
         self.already_counted_cache = False
         self.num_retractions = 0
+        self.spec: SpecCounters | None = None  # made at the first verification
         self.weight_versions = WeightVersionSpans(weight_version)
         self.news = StreamState(
             decode=DecodeParams(
@@ -251,6 +277,13 @@ class Req:
             limit = min(limit, self.logprob_start_len)
         return max(limit, 0)
 
+    def cacheable_ids(self, tree_cache: BasePrefixCache) -> list[int]:
+        """The tokens of the key under which the prefix may come from a cache.
+
+        A bigram key has one unit less than tokens, so it takes one token more.
+        """
+        return self.fill_ids[: self.max_prefix_len() + (1 if tree_cache.is_eagle else 0)]
+
     @property
     def needs_input_logprobs(self) -> bool:
         return (
@@ -262,7 +295,7 @@ class Req:
     def init_next_round_input(self, tree_cache: BasePrefixCache) -> None:
         """Match the tokens of the coming prefill against the prefix cache. Takes no lock."""
         self.fill_ids = self.origin_input_ids + self.output_ids
-        key = tree_cache.make_key(self.fill_ids[: self.max_prefix_len()], self.extra_key)
+        key = tree_cache.make_key(self.cacheable_ids(tree_cache), self.extra_key)
         match = tree_cache.match_prefix(MatchPrefixParams(key=key))
         self.kv_fingerprint = tree_cache.weights_fingerprint
         self.prefix_indices = match.device_indices
@@ -270,6 +303,7 @@ class Req:
         self.last_host_node = match.last_host_node
         self.best_match_node = match.best_match_node
         self.host_hit_length = match.host_hit_length
+        self.host_cached_tokens = 0
         self.cache_protected_len = len(match.device_indices)
 
     def reset_for_retract(self) -> None:
@@ -316,6 +350,19 @@ class BatchTraits:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What one decode step of the worker may take, per request.
+
+    ``max_tokens``: tokens it can add. ``num_slots``: slots behind the committed ones that it
+    writes, those of proposals and scratch included; the scheduler takes them beforehand.
+    """
+
+    max_tokens: int = 1
+    num_slots: int = 1
+    num_draft_tokens: int = 1  # verified a step, for the statistics
+
+
 class ScheduleBatch:
     """Requests that take the next step together, and the arrays of that step.
 
@@ -333,8 +380,10 @@ class ScheduleBatch:
         tree_cache: BasePrefixCache,
         vocab_size: int,
         device: str,
+        step_shape: StepShape | None = None,
     ) -> None:
         self.reqs = reqs
+        self.step_shape = step_shape or StepShape()
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
         self.tree_cache = tree_cache
@@ -391,6 +440,7 @@ class ScheduleBatch:
             tree_cache=self.tree_cache,
             vocab_size=self.vocab_size,
             device=self.device,
+            step_shape=self.step_shape,
         )
         copy.reqs = self.reqs
         copy.traits = self.traits
@@ -467,8 +517,14 @@ class ScheduleBatch:
             self.tree_cache.evict(EvictParams(num_tokens=missing))
 
     def decode_pages_needed(self) -> int:
-        """Pages that the next decode step takes: one for each request at a page's end."""
+        """Pages that the next decode step takes: one for each request at a page's end.
+
+        More where a step takes several slots a request.
+        """
         page = self.token_to_kv_pool_allocator.page_size
+        if self.step_shape.num_slots > 1:
+            held, wanted = self._held_and_wanted()
+            return int((-(-wanted // page) - -(-held // page)).sum())
         if page == 1:
             return len(self.reqs)
         return int(np.count_nonzero(self.seq_lens % page == 0))
@@ -486,6 +542,9 @@ class ScheduleBatch:
         Raises RuntimeError when the slots are missing: `has_decode_memory` comes first.
         """
         self.forward_mode = ForwardMode.DECODE
+        if self.step_shape.num_slots > 1:
+            self._prepare_for_multi_token_decode()
+            return
         allocator = self.token_to_kv_pool_allocator
         rows, old_lens = self.req_pool_indices, self.seq_lens
         table = self.req_to_token_pool.req_to_token_cpu.numpy()
@@ -499,6 +558,47 @@ class ScheduleBatch:
         for req in self.reqs:
             req.kv_allocated_len += 1
             req.num_pending_tokens += 1
+        self.traits.steps_to_limit -= 1
+        self._refresh_sampling_info()
+
+    def _held_and_wanted(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of each request now, and those that it must hold for the next decode step.
+
+        How many tokens the steps in flight accept is not known yet: each may add the most.
+
+            [0, committed) [committed, + in flight * max_tokens) [+ num_slots)
+             KV is there    may be committed by then              the next step writes here
+        """
+        shape = self.step_shape
+        held = np.array([req.kv_allocated_len for req in self.reqs], dtype=np.int64)
+        upper = np.array(
+            [req.kv_committed_len + req.num_pending_tokens * shape.max_tokens for req in self.reqs],
+            dtype=np.int64,
+        )
+        return held, np.maximum(held, upper + shape.num_slots)
+
+    def _prepare_for_multi_token_decode(self) -> None:
+        """Take the slots of a step that may add several tokens; ``seq_lens`` is an upper bound.
+
+        The worker knows the lengths on the device. Raises RuntimeError as the caller does.
+        """
+        held, wanted = self._held_and_wanted()
+        rows = self.req_pool_indices
+        table = self.req_to_token_pool.req_to_token_cpu.numpy()
+        last_locs = table[rows, held - 1].astype(np.int64)
+        slots = self.token_to_kv_pool_allocator.alloc_extend(held, wanted, last_locs)
+        if slots is None:
+            raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests")
+        counts = wanted - held
+        if len(slots):
+            columns = np.arange(len(slots)) + np.repeat(held - (np.cumsum(counts) - counts), counts)
+            self.req_to_token_pool.write_at(
+                torch.from_numpy(np.repeat(rows, counts)), torch.from_numpy(columns), slots
+            )
+        for req, num_slots in zip(self.reqs, wanted.tolist()):
+            req.kv_allocated_len = num_slots
+            req.num_pending_tokens += 1
+        self.seq_lens = wanted - self.step_shape.num_slots + self.step_shape.max_tokens
         self.traits.steps_to_limit -= 1
         self._refresh_sampling_info()
 

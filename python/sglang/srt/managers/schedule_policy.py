@@ -114,6 +114,7 @@ class PrefillLimits:
     max_prefill_tokens: int
     chunk_size: int | None  # None: prompts are never cut
     page_size: int
+    step_slots: int = 1  # slots that a decode step writes per request
 
 
 class PrefillAdder:
@@ -147,7 +148,8 @@ class PrefillAdder:
         self._nothing_runs = not running
 
     def _future_tokens(self, req: Req) -> int:
-        return min(max(req.remaining_new_tokens, 0), CLIP_MAX_NEW_TOKENS) + self.limits.page_size
+        tokens = min(max(req.remaining_new_tokens, 0), CLIP_MAX_NEW_TOKENS)
+        return tokens + self.limits.page_size + self.limits.step_slots - 1
 
     def _ceil(self, num_tokens: int) -> int:
         page = self.limits.page_size
@@ -182,7 +184,7 @@ class PrefillAdder:
         if not self._fits(need, req, extend_len):
             self.tree_cache.dec_lock_ref(node)
             return AddResult.NO_TOKEN
-        if self.can_run and self._ceil(extend_len) > self.rem_input:
+        if self.can_run and self._ceil(extend_len - req.host_hit_length) > self.rem_input:
             self.tree_cache.dec_lock_ref(node)
             return AddResult.OTHER
         extend_len = self._load_back(req, extend_len)
@@ -199,7 +201,7 @@ class PrefillAdder:
         # With nothing running there is nobody to wait for: the estimate of the future must not
         # keep the last request out when its prompt fits.
         alone = self._nothing_runs and not self.can_run
-        first_decode = 1 if req.remaining_new_tokens > 1 else 0
+        first_decode = self.limits.step_slots if req.remaining_new_tokens > 1 else 0
         return alone and self._ceil(extend_len + first_decode) <= self.rem_total
 
     def _load_back(self, req: Req, extend_len: int) -> int:

@@ -20,11 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.control_handlers import make_report_handlers
 from sglang.srt.managers.finish_check import FinishAbort
 from sglang.srt.managers.grammar_manager import GrammarManager
+from sglang.srt.managers.hicache_control import HiCacheControl
+from sglang.srt.managers.hicache_setup import register_draft
 from sglang.srt.managers.invariant_checker import InvariantChecker
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -46,7 +49,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
-from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
+from sglang.srt.managers.schedule_batch import CachedSources, Req, ReqStatus, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     AddResult,
     NewTokenRatio,
@@ -56,12 +59,15 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import SchedulerReports
-from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
+from sglang.srt.managers.tp_worker import BatchWorker, GenerationBatchResult
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.platforms import current_platform
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.eagle_worker import DraftModelWorker
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +101,8 @@ class SchedulerParts:
     """Collaborators, made by `scheduler_process`."""
 
     receiver: RequestReceiver
-    worker: TpModelWorker
-    draft_worker: Any  # None without speculation
+    worker: BatchWorker
+    draft_worker: BaseSpecWorker | None  # `worker` itself where it speculates
     tree_cache: BasePrefixCache
     policy: SchedulePolicy
     grammar_manager: GrammarManager
@@ -106,6 +112,7 @@ class SchedulerParts:
     profiler: SchedulerProfiler
     new_token_ratio: NewTokenRatio
     checker: InvariantChecker
+    hicache_control: HiCacheControl | None  # None without a hierarchical cache
     send_to_front: Callable[[ControlReqOutput], None]
     beat: Callable[[], None]  # liveness counter
 
@@ -134,6 +141,7 @@ class Scheduler:
         self.reports = parts.reports
         self.profiler = parts.profiler
         self.checker = parts.checker
+        self.hicache_control = parts.hicache_control
         self._send_to_front = parts.send_to_front
         self._beat = parts.beat
 
@@ -158,7 +166,35 @@ class Scheduler:
         self._next_timeout_scan = 0.0
         self._idle_checked = False
         self._released_seen = 0  # `num_released` when the running batch was last filtered
+        self.hicache_draft_synced: bool | None = None  # None: no draft pool, or no tiers
+        self._maybe_register_hicache_draft()
+        if self.hicache_control is not None:
+            self.hicache_control.attach_initial()
         self._handlers = self._make_handlers()
+
+    def _get_draft_kv_pool(self) -> tuple[KVCache | None, ModelConfig | None]:
+        """The draft model's KV pool and configuration; (None, None) where there is none."""
+        runner = None
+        if isinstance(self.draft_worker, EAGLEWorkerV2):
+            runner = self.draft_worker.draft_worker.draft_runner
+        elif isinstance(self.draft_worker, DraftModelWorker):
+            runner = self.draft_worker.model_runner
+        return (None, None) if runner is None else (runner.token_to_kv_pool, runner.model_config)
+
+    def _maybe_register_hicache_draft(self) -> None:
+        """Where there are tiers and a draft pool: let the draft's KV go wherever the target's goes.
+
+        Before any transfer and before storage is attached.
+        """
+        pool, model_config = self._get_draft_kv_pool()
+        controller = self.tree_cache.hicache_controller()
+        worker = self.draft_worker
+        if controller is None or not isinstance(worker, DraftModelWorker):
+            return
+        if pool is not None and model_config is not None:
+            self.hicache_draft_synced = register_draft(
+                controller, pool, model_config, worker.draft_fingerprint
+            )
 
     # ---------------------------------------------------------------------------------------
     # Event loops
@@ -196,7 +232,9 @@ class Scheduler:
         """Take in what has arrived, settle transfers, choose the step."""
         self._beat()
         step = self.receiver.recv(
-            idle=self._has_nothing_to_run(), poll_grammars=self.grammar_manager.poll_ready
+            idle=self._is_resting(),
+            poll_grammars=self.grammar_manager.poll_ready,
+            transfers=self.tree_cache.has_pending_transfers(),
         )
         self._now = step.now
         self.process_input_requests(step)
@@ -214,7 +252,9 @@ class Scheduler:
         self.streamer.flush()
         self._try_deferred_flush()
         if batch is None and not self._idle_checked and self._is_no_request():
-            self._on_idle()
+            # A copy in flight holds locks; its end brings us here again.
+            if not self.tree_cache.has_pending_copies():
+                self._on_idle()
 
     def _on_idle(self) -> None:
         """Once each time the last request has gone: check every pool equation."""
@@ -233,6 +273,13 @@ class Scheduler:
             and self.chunked_req is None
             and not self.result_queue
         )
+
+    def _is_resting(self) -> bool:
+        """Nothing to run, or only requests that wait for storage: sleeping costs nobody time."""
+        if self._has_nothing_to_run():
+            return True
+        waits = bool(self.waiting_queue) and self.cur_batch is None and not self.result_queue
+        return waits and self.tree_cache.has_pending_transfers()
 
     def _is_no_request(self) -> bool:
         """Nothing running, waiting (ignored while paused), chunked, in flight or compiling."""
@@ -334,6 +381,7 @@ class Scheduler:
                 break
             if not self.tree_cache.check_prefetch_progress(req.rid):
                 continue
+            req.storage_loaded_tokens += self.tree_cache.pop_prefetch_loaded_tokens(req.rid)
             req.init_next_round_input(self.tree_cache)
             if adder.add_one_req(req) is not AddResult.ADDED:
                 break
@@ -347,6 +395,13 @@ class Scheduler:
         for req in reqs:
             if not req.already_counted_cache:
                 req.cached_tokens = len(req.prefix_indices)
+                from_storage = min(req.storage_loaded_tokens, req.host_cached_tokens)
+                req.cached_sources = CachedSources(
+                    device=req.cached_tokens - req.host_cached_tokens,
+                    host=req.host_cached_tokens - from_storage,
+                    storage=from_storage,
+                    storage_backend=self.tree_cache.storage_backend_name(),
+                )
                 req.already_counted_cache = True
 
     def _next_decode_batch(self) -> ScheduleBatch | None:
@@ -426,6 +481,7 @@ class Scheduler:
             tree_cache=self.tree_cache,
             vocab_size=self.config.vocab_size,
             device=str(self.worker.device),
+            step_shape=self.worker.step_shape,
         )
 
     def _counts(self) -> tuple[int, int]:
@@ -468,10 +524,11 @@ class Scheduler:
     def _resolve_max_new_tokens(self, req: Req) -> None:
         """Cap the output by the context and by what the KV pool can hold for one request."""
         prompt_len = len(req.origin_input_ids)
-        room = min(
-            self.config.context_len - prompt_len,
-            self.token_to_kv_pool_allocator.size - prompt_len,
-        )
+        pool_size = self.token_to_kv_pool_allocator.size
+        if prompt_len < pool_size:
+            # Slots that a decode step writes beyond its last token.
+            pool_size -= self.worker.step_shape.num_slots - 1
+        room = min(self.config.context_len, pool_size) - prompt_len
         req.max_new_tokens = max(0, min(req.max_new_tokens, room))
 
     def _enqueue(self, req: Req) -> None:
@@ -504,11 +561,17 @@ class Scheduler:
         return lowest if (lowest.priority or 0) < (req.priority or 0) else req
 
     def _prefetch_kvcache(self, req: Req) -> None:
-        """Start fetching the request's prefix from storage; a no-op without a storage tier."""
+        """Start fetching the request's prefix from storage, where there is one."""
+        if self.tree_cache.storage_backend_name() is None:
+            return
         req.init_next_round_input(self.tree_cache)
         matched = len(req.prefix_indices) + req.host_hit_length
         self.tree_cache.prefetch_from_storage(
-            req.rid, req.last_host_node, req.fill_ids[matched : req.max_prefix_len()]
+            req.rid,
+            req.last_host_node,
+            req.cacheable_ids(self.tree_cache)[matched:],
+            extra_key=req.extra_key,
+            matched_node=req.best_match_node,
         )
 
     # ---------------------------------------------------------------------------------------
@@ -581,6 +644,7 @@ class Scheduler:
         self.result_processor.release_memory(req, insert=True)
         req.reset_for_retract()
         req.set_status(ReqStatus.WAITING)
+        self._prefetch_kvcache(req)
 
     def _retract_running(self) -> None:
         """Retract every request that holds slots, in front of the waiting queue."""
@@ -635,6 +699,8 @@ class Scheduler:
             **make_report_handlers(self.reports, self.profiler, self._load),
             UpdateWeightVersionReqInput: self._handle_weight_version,
         }
+        if self.hicache_control is not None:
+            control |= self.hicache_control.handlers(self._why_busy)
         handlers: dict[type, Callable[[Any], None]] = {
             TokenizedGenerateReqInput: self.handle_generate_request,
             BatchTokenizedGenerateReqInput: self._handle_batch,
@@ -679,10 +745,7 @@ class Scheduler:
         """
         if not self._is_no_request():
             logger.warning(
-                "Cache not flushed because there are pending requests. #queue-req: %d, "
-                "#running-req: %d",
-                len(self.waiting_queue) + len(self.grammar_manager),
-                len(self.running_batch) + (self.chunked_req is not None),
+                "Cache not flushed because there are pending requests. %s", self._pending_counts()
             )
             return False
         self.cur_batch = None
@@ -699,6 +762,17 @@ class Scheduler:
         self.reports.on_idle()
         logger.info("Cache flushed successfully!")
         return True
+
+    def _why_busy(self) -> str | None:
+        """None when no request is there in any state, else how many are."""
+        if self._is_no_request() and not self.waiting_queue:
+            return None
+        return self._pending_counts()
+
+    def _pending_counts(self) -> str:
+        waiting = len(self.waiting_queue) + len(self.grammar_manager)
+        running = len(self.running_batch) + (self.chunked_req is not None)
+        return f"#queue-req: {waiting}, #running-req: {running}"
 
     def _handle_flush(self, recv: FlushCacheReqInput) -> FlushCacheReqOutput | None:
         if recv.timeout_s <= 0:

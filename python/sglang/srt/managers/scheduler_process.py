@@ -20,6 +20,8 @@ from sglang.srt.distributed.parallel_state import get_tp_group, init_distributed
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.finish_check import DecodeTail
 from sglang.srt.managers.grammar_manager import GrammarManager
+from sglang.srt.managers.hicache_control import HiCacheControl
+from sglang.srt.managers.hicache_setup import HiCacheSettings, build_hicache
 from sglang.srt.managers.invariant_checker import InvariantChecker
 from sglang.srt.managers.io_struct import ControlReqOutput, SchedulerReady
 from sglang.srt.managers.ipc import PullChannel, PushChannel
@@ -29,9 +31,13 @@ from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, Sc
 from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.spec_setup import kv_dtype, needs_bigram_keys, spec_settings
+from sglang.srt.managers.tp_worker import BatchWorker, TpModelWorker
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.hicache_records import HiCacheParams
+from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
-from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
 from sglang.srt.observability.metrics import (
     SchedulerConstants,
     SchedulerLabels,
@@ -40,8 +46,18 @@ from sglang.srt.observability.metrics import (
 )
 from sglang.srt.platforms import init_platform
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.eagle_worker import DraftModelWorker
+from sglang.srt.speculative.worker_factory import (
+    DraftPlan,
+    SpecSettings,
+    create_draft_worker,
+    draft_positions,
+    plan_draft,
+)
 from sglang.srt.utils.liveness import LivenessCounter
 from sglang.srt.utils.tokenizer import get_tokenizer, read_tokenizer_json
+from sglang.srt.utils.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +88,21 @@ def run_scheduler_process(
         trust_remote_code=server_args.trust_remote_code,
         device=platform.name,
     )
-    runner = ModelRunner(model_config, _runner_config(server_args))
-    worker = TpModelWorker(runner)
+    spec = spec_settings(server_args)
+    plan = plan_draft(spec, model_config, kv_dtype(server_args, model_config)) if spec else None
+    config = _runner_config(server_args, model_config, spec, plan)
+    runner = ModelRunner(model_config, config)
+    target_worker = TpModelWorker(runner)
+    draft_worker = create_draft_worker(spec, plan, target_worker, config) if spec else None
     ready = _ready_message(server_args, model_config, runner)
     scheduler = build_scheduler(
-        server_args, port_args, worker, ready, tp_rank=tp_rank, dp_rank=dp_rank
+        server_args,
+        port_args,
+        target_worker,
+        draft_worker,
+        ready,
+        tp_rank=tp_rank,
+        dp_rank=dp_rank,
     )
     ready.load_time_s = time.perf_counter() - start
     pipe_writer.send(ready)
@@ -89,7 +115,12 @@ def _device_index(server_args: ServerArgs, tp_rank: int, dp_rank: int) -> int:
     return server_args.gpu_id(tp_rank, dp_rank) if server_args.device == "cuda" else 0
 
 
-def _runner_config(server_args: ServerArgs) -> RunnerConfig:
+def _runner_config(
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    spec: SpecSettings | None,
+    plan: DraftPlan | None,
+) -> RunnerConfig:
     if server_args.page_size is None or server_args.attention_backend is None:
         raise ValueError("page_size and attention_backend must be resolved before the launch")
     if server_args.random_seed is None:
@@ -107,7 +138,21 @@ def _runner_config(server_args: ServerArgs) -> RunnerConfig:
         disable_cuda_graph=server_args.disable_cuda_graph or server_args.disable_decode_cuda_graph,
         cuda_graph_max_bs=server_args.cuda_graph_max_bs_decode,
         cuda_graph_bs=server_args.cuda_graph_bs_decode,
+        disable_cuda_graph_padding=server_args.disable_cuda_graph_padding,
+        warm_up_tokens=_warm_up_tokens(server_args, model_config),
+        draft_token_bytes=plan.token_bytes if plan is not None else 0,
+        draft_weight_bytes=plan.weight_bytes if plan is not None else 0,
+        draft_positions=draft_positions(spec) if spec is not None else 0,
     )
+
+
+def _warm_up_tokens(server_args: ServerArgs, model_config: ModelConfig) -> int:
+    """The longest prefill step of one request."""
+    if server_args.skip_server_warmup:
+        return 0
+    chunk = server_args.chunked_prefill_size
+    longest = chunk if chunk is not None and chunk > 0 else server_args.max_prefill_tokens
+    return min(longest, model_config.context_len)
 
 
 def _ready_message(
@@ -137,7 +182,8 @@ def _ready_message(
 def build_scheduler(
     server_args: ServerArgs,
     port_args: PortArgs,
-    worker: TpModelWorker,
+    target_worker: TpModelWorker,
+    draft_worker: BaseSpecWorker | None,
     ready: SchedulerReady,
     *,
     tp_rank: int,
@@ -145,17 +191,25 @@ def build_scheduler(
 ) -> Scheduler:
     """Wire one rank's scheduler. Only rank 0 reads from and sends to other processes."""
     is_rank_zero = tp_rank == 0
+    worker: BatchWorker = draft_worker or target_worker
     rows, allocator = worker.get_memory_pool()
-    page_size = ready.page_size
+    metrics = _make_metrics(server_args, ready, tp_rank=tp_rank, dp_rank=dp_rank)
+    wakeup = Wakeup()
+    hicache = _make_hicache(server_args, target_worker, draft_worker, wakeup, metrics)
     tree_cache = create_tree_cache(
         CacheInitParams(
             req_to_token_pool=rows,
             token_to_kv_pool_allocator=allocator,
-            page_size=page_size,
+            page_size=ready.page_size,
             disable=server_args.disable_radix_cache,
             eviction_policy=server_args.radix_eviction_policy,
+            is_eagle=needs_bigram_keys(server_args),
+            weights_fingerprint=target_worker.model_runner.weights_fingerprint,
+            hicache=hicache,
         )
     )
+    if hicache is not None:
+        worker.register_hicache_layer_transfer_counter(hicache.controller.layer_done_counter)
     send_output = send_control = None
     receiver_channel = None
     if is_rank_zero:
@@ -175,14 +229,14 @@ def build_scheduler(
         tree_cache=tree_cache,
         allocator=allocator,
         results=results,
-        metrics=_make_metrics(server_args, ready, tp_rank=tp_rank, dp_rank=dp_rank),
+        metrics=metrics,
         new_token_ratio=new_token_ratio,
     )
     liveness = LivenessCounter(port_args.liveness_path, dp_rank * server_args.tp_size + tp_rank)
     parts = SchedulerParts(
-        receiver=RequestReceiver(receiver_channel, get_tp_group().cpu_group),
+        receiver=RequestReceiver(receiver_channel, get_tp_group().cpu_group, wakeup),
         worker=worker,
-        draft_worker=None,
+        draft_worker=draft_worker,
         tree_cache=tree_cache,
         policy=SchedulePolicy(
             server_args.schedule_policy,
@@ -201,10 +255,17 @@ def build_scheduler(
             req_to_token_pool=rows,
             token_to_kv_pool_allocator=allocator,
         ),
+        hicache_control=_make_hicache_control(server_args, tree_cache),
         send_to_front=send_control or _no_front,
         beat=liveness.increment,
     )
-    config = _scheduler_config(server_args, ready, dp_rank=dp_rank, is_rank_zero=is_rank_zero)
+    config = _scheduler_config(
+        server_args,
+        ready,
+        worker.step_shape.num_slots,
+        dp_rank=dp_rank,
+        is_rank_zero=is_rank_zero,
+    )
     return Scheduler(config, parts)
 
 
@@ -212,8 +273,72 @@ def _no_front(reply: ControlReqOutput) -> None:
     raise RuntimeError("only rank 0 replies to the front")
 
 
+def _make_hicache(
+    server_args: ServerArgs,
+    target_worker: TpModelWorker,
+    draft_worker: BaseSpecWorker | None,
+    wakeup: Wakeup,
+    metrics: SchedulerMetrics | None,
+) -> HiCacheParams | None:
+    """The tiers behind the device, without storage; None where they are not wanted."""
+    if not server_args.enable_hierarchical_cache:
+        return None
+    runner = target_worker.model_runner
+    draft_bytes = 0
+    if isinstance(draft_worker, DraftModelWorker):
+        draft = draft_worker.model_runner
+        draft_bytes = kv_bytes_per_token(draft.model_config, server_args.tp_size, draft.kv_dtype)
+    return build_hicache(
+        HiCacheSettings(
+            limits=HostPoolLimits(
+                size_gb=server_args.hicache_size,
+                ratio=server_args.hicache_ratio,
+                memory_fraction=server_args.hicache_host_memory_fraction,
+                local_ranks=max(1, server_args.tp_size * server_args.dp_size // server_args.nnodes),
+            ),
+            layout=server_args.hicache_mem_layout,
+            io_backend=server_args.hicache_io_backend,
+            write_policy=server_args.hicache_write_policy,
+            prefetch_policy=server_args.hicache_storage_prefetch_policy,
+            draft_storage_policy=server_args.hicache_draft_storage_policy,
+            served_model_name=server_args.served_model_name or server_args.model_path,
+        ),
+        device_pool=runner.token_to_kv_pool,
+        allocator=runner.token_to_kv_pool_allocator,
+        model_config=runner.model_config,
+        weights_fingerprint=runner.weights_fingerprint,
+        draft_token_bytes=draft_bytes,
+        on_progress=wakeup.set,
+        metrics=metrics.count_hicache if metrics is not None else _count_nothing,
+    )
+
+
+def _count_nothing(name: str, amount: float) -> None:
+    return
+
+
+def _make_hicache_control(
+    server_args: ServerArgs, tree_cache: BasePrefixCache
+) -> HiCacheControl | None:
+    if not server_args.enable_hierarchical_cache:
+        return None
+    return HiCacheControl(
+        tree_cache,
+        served_model_name=server_args.served_model_name or server_args.model_path,
+        storage_backend=server_args.hicache_storage_backend,
+        extra_config=server_args.hicache_storage_backend_extra_config,
+        prefetch_policy=server_args.hicache_storage_prefetch_policy,
+        write_policy=server_args.hicache_write_policy,
+    )
+
+
 def _scheduler_config(
-    server_args: ServerArgs, ready: SchedulerReady, *, dp_rank: int, is_rank_zero: bool
+    server_args: ServerArgs,
+    ready: SchedulerReady,
+    step_slots: int,
+    *,
+    dp_rank: int,
+    is_rank_zero: bool,
 ) -> SchedulerConfig:
     chunk = server_args.chunked_prefill_size
     return SchedulerConfig(
@@ -221,6 +346,7 @@ def _scheduler_config(
             max_prefill_tokens=server_args.max_prefill_tokens,
             chunk_size=chunk if chunk is not None and chunk > 0 else None,
             page_size=ready.page_size,
+            step_slots=step_slots,
         ),
         max_running_requests=ready.max_running_requests,
         max_queued_requests=server_args.max_queued_requests,

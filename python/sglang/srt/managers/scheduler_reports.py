@@ -60,6 +60,9 @@ class SchedulerReports:
         self._decode_steps = 0
         self._window_start = time.perf_counter()
         self._window_tokens = 0
+        self._window_spec = (0, 0)  # verifications and accepted drafts at its start
+        self.accept_length = 0.0  # of the last window with a verification
+        self.accept_rate = 0.0
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -94,13 +97,19 @@ class SchedulerReports:
         if self.facts.is_logging_rank:
             logger.info(
                 "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
-                "gen throughput (token/s): %.2f, #queue-req: %d",
+                "%sgen throughput (token/s): %.2f, #queue-req: %d",
                 counts[0],
                 self.num_used_tokens,
                 self.token_usage,
+                self._accept_words(),
                 self.last_gen_throughput,
                 counts[1],
             )
+
+    def _accept_words(self) -> str:
+        if self.results.spec_total is None:
+            return ""
+        return f"accept len: {self.accept_length:.2f}, accept rate: {self.accept_rate:.2f}, "
 
     def on_retract(self, retracted: Sequence[Req], new_ratio: float) -> None:
         """The KV pool ran dry and these requests were sent back to the queue."""
@@ -129,6 +138,8 @@ class SchedulerReports:
         """Back to zero, as a cache flush demands."""
         self._close_window()
         self.results.num_generated_tokens = 0
+        self.results.spec_total = None
+        self._window_spec = (0, 0)
         self._decode_steps = 0
         self._start_window(time.perf_counter())
 
@@ -140,7 +151,19 @@ class SchedulerReports:
         self.last_gen_throughput = generated / elapsed if elapsed > 0 else 0.0
         if self.metrics is not None:
             self.metrics.count_decode(generated)
+        self._close_spec_window()
         self._start_window(now)
+
+    def _close_spec_window(self) -> None:
+        total = self.results.spec_total
+        if total is None:
+            return
+        verified = total.verify_ct - self._window_spec[0]
+        drafts = total.num_correct_drafts - self._window_spec[1]
+        if verified:
+            self.accept_length = 1 + drafts / verified
+            self.accept_rate = drafts / (verified * max(1, total.num_draft_tokens - 1))
+        self._window_spec = (total.verify_ct, total.num_correct_drafts)
 
     def _start_window(self, now: float) -> None:
         self._window_start = now
@@ -161,6 +184,7 @@ class SchedulerReports:
     def _log_stats(self, counts: tuple[int, int]) -> None:
         if self.metrics is None:
             return
+        host_used, host_total = self._host_tokens()
         self.metrics.log_stats(
             SchedulerStats(
                 num_running_reqs=counts[0],
@@ -172,12 +196,26 @@ class SchedulerReports:
                 kv_available_tokens=self.allocator.available_size(),
                 kv_evictable_tokens=self.tree_cache.evictable_size(),
                 new_token_ratio=self.new_token_ratio.value,
+                spec_accept_length=self.accept_length,
+                spec_accept_rate=self.accept_rate,
+                hicache_host_used_tokens=host_used,
+                hicache_host_total_tokens=host_total,
             )
         )
 
+    def _host_tokens(self) -> tuple[int, int]:
+        """(used, all) tokens of the host KV pool; zeros without one."""
+        controller = self.tree_cache.hicache_controller()
+        if controller is None:
+            return 0, 0
+        pool = controller.mem_pool_host
+        return pool.size - pool.available_size(), pool.size
+
     def internal_state(self) -> dict[str, Any]:
         """One entry of `/server_info`'s `internal_states`."""
+        total = self.results.spec_total
         return {
+            "avg_spec_accept_length": None if total is None else total.accept_length,
             **self.facts.server_args,
             "last_gen_throughput": self.last_gen_throughput,
             "memory_usage": self.facts.memory_usage,

@@ -18,12 +18,17 @@ from typing import Any
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
+    AttachHiCacheStorageReqInput,
+    ClearHiCacheReqInput,
     ContinueGenerationReqInput,
     ControlReqInput,
     ControlReqOutput,
+    DetachHiCacheStorageReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     FreezeGCReqInput,
+    GetHiCacheStatusReqInput,
+    GetHiCacheStatusReqOutput,
     GetInternalStateReqInput,
     GetInternalStateReqOutput,
     GetLoadsReqInput,
@@ -187,6 +192,27 @@ class TokenizerControl:
             )
         message = SlowDownReqInput(forward_sleep_time=forward_sleep_time)
         require_success(await self.request(message), "Slow down")
+
+    async def attach_hicache_storage(self, message: AttachHiCacheStorageReqInput) -> None:
+        """Attach storage to every replica. Raises RequestError with the reason of a refusal."""
+        require_success(await self.request(message), "Attaching the storage backend")
+
+    async def detach_hicache_storage(self) -> None:
+        """Detach storage from every replica; nothing attached is a success."""
+        require_success(
+            await self.request(DetachHiCacheStorageReqInput()), "Detaching the storage backend"
+        )
+
+    async def clear_hicache_storage(self) -> bool:
+        """Delete our own pages from storage; False where that failed or there is no storage."""
+        replies = await self.request(ClearHiCacheReqInput())
+        return all(reply.success for reply in replies)
+
+    async def hicache_status(self) -> dict[str, Any]:
+        """The storage backend and the policies; replicas are configured alike."""
+        replies: list[GetHiCacheStatusReqOutput] = await self.request(GetHiCacheStatusReqInput())
+        require_success(replies, "Status of the storage backend")
+        return replies[0].status
 
     async def freeze_gc(self) -> None:
         require_success(await self.request(FreezeGCReqInput()), "Freezing the collector")

@@ -8,13 +8,13 @@ can prepare the next step meanwhile. Scheduler thread only; every rank calls it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
@@ -27,6 +27,16 @@ from sglang.srt.platforms import current_platform
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+
+
+class LayerLoadCounter(Protocol):
+    """The cache's view of a load in progress; see ``cache_controller``."""
+
+    def set_consumer(self, index: int) -> None:
+        """Choose the load that ``wait_until`` refers to; -1: none."""
+
+    def wait_until(self, layer_idx: int) -> None:
+        """Wait (on the current stream) for one layer of it."""
 
 
 @dataclass(slots=True)
@@ -42,11 +52,17 @@ class ResolvedTokens:
 class GenerationBatchResult:
     """What a step yields: accepted tokens of each request, on the device until `resolve`."""
 
-    next_token_ids: torch.Tensor  # int64, flat [sum of accept_lens], on the device
+    # int64 [b]; [b, d] with `accept_lens`: of each row the first so many count.
+    next_token_ids: torch.Tensor
     logits_output: LogitsProcessorOutput
     accept_lens: torch.Tensor | None = None  # int64 [b] on the device; None: one token each
     nan_rows: torch.Tensor | None = None  # bool [b]
     copy_done: Any = None  # platform event after the asynchronous copies to the host
+
+    @property
+    def tokens_per_req(self) -> int:
+        """Most tokens of a request in this step, and its rows in `logits_output`."""
+        return self.next_token_ids.shape[1] if self.next_token_ids.dim() > 1 else 1
 
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
@@ -64,11 +80,46 @@ class GenerationBatchResult:
         if self.copy_done is not None:
             self.copy_done.synchronize()
         nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else None
+        tokens = self.next_token_ids.tolist()
+        accept_lens = None if self.accept_lens is None else self.accept_lens.tolist()
+        if accept_lens is not None:
+            tokens = [token for row, count in zip(tokens, accept_lens) for token in row[:count]]
         return ResolvedTokens(
-            next_token_ids=self.next_token_ids.tolist(),
-            accept_lens=None if self.accept_lens is None else self.accept_lens.tolist(),
+            next_token_ids=tokens,
+            accept_lens=accept_lens,
             nan_rows=nan_rows if nan_rows is not None and any(nan_rows) else None,
         )
+
+
+class BatchWorker(Protocol):
+    """What the scheduler steps: a model, or a target with a draft."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def step_shape(self) -> StepShape:
+        """Tokens and slots of a decode step, per request."""
+        ...
+
+    def get_memory_pool(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
+        """The request table and the slot allocator; a draft shares both."""
+        ...
+
+    def register_hicache_layer_transfer_counter(self, counter: LayerLoadCounter) -> None:
+        """Make forward passes wait, layer by layer, for loads from the host."""
+        ...
+
+    def clear_cache_pool(self) -> None:
+        """Clear what a cache flush must clear beside the shared pools."""
+        ...
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Run one step of `batch` and sample. Collective over the tensor-parallel ranks."""
+        ...
 
 
 class TpModelWorker:
@@ -79,15 +130,21 @@ class TpModelWorker:
     decode never waits for the host.
     """
 
-    # The most tokens one step can add to a request; speculative workers have more.
-    max_tokens_per_step = 1
+    # One token a step; speculative workers have more.
+    step_shape = StepShape()
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self.model_runner = model_runner
         self.device = model_runner.device
+        self._layer_counter: LayerLoadCounter | None = None
         self.last_token_ids = torch.zeros(
             model_runner.req_to_token_pool.size, dtype=torch.int64, device=self.device
         )
+
+    @property
+    def target_runner(self) -> ModelRunner:
+        """The runner of the model that decides about tokens."""
+        return self.model_runner
 
     @property
     def model_config(self) -> ModelConfig:
@@ -101,15 +158,26 @@ class TpModelWorker:
         """KV pools beside the target's that a hierarchical cache must carry along: none."""
         return []
 
+    def register_hicache_layer_transfer_counter(self, counter: LayerLoadCounter) -> None:
+        """Make forward passes wait, layer by layer, for what ``counter`` says is on its way."""
+        self._layer_counter = counter
+        self.model_runner.token_to_kv_pool.register_layer_transfer_counter(counter)
+
+    def set_hicache_consumer(self, consumer_index: int) -> None:
+        """Say which load the coming forward pass waits for; -1: none."""
+        if self._layer_counter is not None:
+            self._layer_counter.set_consumer(consumer_index)
+
     def clear_cache_pool(self) -> None:
         """Nothing of its own to clear: the shared allocator is cleared by the scheduler."""
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one step of `batch` and sample. Collective over the tensor-parallel ranks."""
         forward_batch = self.build_forward_batch(batch)
+        self.set_hicache_consumer(batch.hicache_consumer_index)
         logits_output = self.model_runner.forward(forward_batch)
         next_token_ids = self.model_runner.sample(logits_output, forward_batch)
-        self.last_token_ids[forward_batch.req_pool_indices] = next_token_ids
+        self.last_token_ids.index_copy_(0, forward_batch.req_pool_indices, next_token_ids)
         result = GenerationBatchResult(
             next_token_ids=next_token_ids,
             logits_output=logits_output,
@@ -121,15 +189,10 @@ class TpModelWorker:
     def build_forward_batch(self, batch: ScheduleBatch) -> ForwardBatch:
         """Tensors of the step on the device, by asynchronous copies from the host arrays."""
         runner = self.model_runner
-        req_pool_indices = self._to_device(batch.req_pool_indices)
-        seq_lens = self._to_device(batch.seq_lens)
         common: dict[str, Any] = {
             "forward_mode": batch.forward_mode,
             "batch_size": len(batch),
-            "req_pool_indices": req_pool_indices,
-            "seq_lens": seq_lens,
             "seq_lens_cpu": batch.seq_lens.tolist(),
-            "out_cache_loc": current_platform().to_device_async(batch.out_cache_loc),
             "req_to_token_pool": runner.req_to_token_pool,
             "token_to_kv_pool": runner.token_to_kv_pool,
             "sampling_info": batch.sampling_info,
@@ -138,8 +201,24 @@ class TpModelWorker:
             "capture_hidden_mode": self._capture_mode(batch),
         }
         if batch.forward_mode is ForwardMode.DECODE:
+            # In one piece: every copy to the device costs the host as much as a small kernel.
+            step = np.stack(
+                (
+                    batch.req_pool_indices,
+                    batch.seq_lens,
+                    batch.seq_lens - 1,
+                    batch.out_cache_loc.numpy(),
+                )
+            )
+            packed = current_platform().to_device_async(torch.from_numpy(step))
+            req_pool_indices, seq_lens, positions, out_cache_loc = packed.unbind(0)
             return ForwardBatch(
-                input_ids=self.last_token_ids[req_pool_indices], positions=seq_lens - 1, **common
+                input_ids=self.last_token_ids.index_select(0, req_pool_indices),
+                positions=positions,
+                req_pool_indices=req_pool_indices,
+                seq_lens=seq_lens,
+                out_cache_loc=out_cache_loc,
+                **common,
             )
         prefix, extend = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         starts = np.repeat(prefix - (np.cumsum(extend) - extend), extend)
@@ -148,6 +227,9 @@ class TpModelWorker:
         return ForwardBatch(
             input_ids=self._to_device(input_ids),
             positions=self._to_device(positions),
+            req_pool_indices=self._to_device(batch.req_pool_indices),
+            seq_lens=self._to_device(batch.seq_lens),
+            out_cache_loc=current_platform().to_device_async(batch.out_cache_loc),
             extend_seq_lens=self._to_device(extend),
             extend_prefix_lens=self._to_device(prefix),
             extend_seq_lens_cpu=batch.extend_lens,

@@ -18,13 +18,15 @@ Life of a request's slots, as the caller must drive it:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey, TokenIds
 from sglang.srt.mem_cache.tree_components.base import TreeNode
@@ -77,12 +79,21 @@ class CacheableReq(Protocol):
         """
 
 
+StateCapture = Callable[[CacheableReq, int], torch.Tensor | None]
+"""Copies a request's recurrent state after so many tokens to a fresh slot of the state allocator.
+
+Returns the slot, int64 [1], or None where that state is not at hand or no slot is free."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInitParams:
     """What a cache is made from.
 
     ``disable``: no prefix reuse; ``is_eagle``: bigram keys; ``weights_fingerprint``: content
-    digest of the loaded weights, part of every key.
+    digest of the loaded weights, part of every key; ``hicache``: the tiers behind the device,
+    None without; ``enable_kv_cache_events``: record what comes and goes, for ``take_events``;
+    ``state_allocator``, ``capture_state``: slots of recurrent-state snapshots and how they are
+    made, for a tree with that component.
     """
 
     req_to_token_pool: ReqToTokenPool
@@ -92,6 +103,10 @@ class CacheInitParams:
     eviction_policy: str = "lru"
     is_eagle: bool = False
     weights_fingerprint: str | None = None
+    hicache: HiCacheParams | None = None
+    enable_kv_cache_events: bool = False
+    state_allocator: BaseTokenToKVPoolAllocator | None = None
+    capture_state: StateCapture | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +135,16 @@ class MatchResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsertParams:
-    """``value``: slots int64 [>= page-aligned len(key)]; ``is_chunked``: more will follow."""
+    """``value``: slots int64 [>= page-aligned len(key)]; ``is_chunked``: more will follow.
+
+    ``state_slot``: int64 [1], a snapshot of the recurrent state at the key's end.
+    """
 
     key: RadixKey
     value: torch.Tensor
     priority: int = 0
     is_chunked: bool = False
+    state_slot: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +152,12 @@ class InsertResult:
     """``prefix_len``: leading tokens whose slots the tree already had (``value``'s are duplicates).
 
     The slots from ``prefix_len`` to the page-aligned end belong to the tree now. ``node``: where
-    the key ends.
+    the key ends. ``is_state_taken``: whether the tree owns ``state_slot`` now.
     """
 
     prefix_len: int
     node: TreeNode | None
+    is_state_taken: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +228,8 @@ class BasePrefixCache(ABC):
         """Insert the request's committed whole pages and go on using the tree's slots.
 
         Frees duplicates, rewrites the row, moves the lock to the new end, sets
-        ``prefix_indices`` (all committed slots), ``last_node`` and ``cache_protected_len``.
+        ``prefix_indices`` (all committed slots), ``last_node`` and ``cache_protected_len``. Counts
+        as no use of the path: the request's end does, once, whatever chunks it came in.
         """
 
     @abstractmethod
@@ -287,8 +308,15 @@ class BasePrefixCache(ABC):
         new_input_tokens: TokenIds,
         last_hash: PageHash | None = None,
         prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
+        matched_node: TreeNode | None = None,
     ) -> None:
-        """Begin to fetch the continuation of ``last_host_node`` from storage."""
+        """Begin to fetch from storage what continues a match.
+
+        ``new_input_tokens`` begin where the match ended (``matched_node``, its
+        ``best_match_node``) and end where the key of the match does.
+        """
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """Return whether the request may be scheduled as far as its prefetch is concerned."""
@@ -310,6 +338,25 @@ class BasePrefixCache(ABC):
     def has_pending_transfers(self) -> bool:
         """Return whether backups or loads are queued or under way, storage included."""
         return False
+
+    def has_pending_copies(self) -> bool:
+        """Return whether device<->host copies are queued or under way: their nodes are locked."""
+        return False
+
+    def hicache_controller(self) -> HiCacheController | None:
+        """Return the controller of the tiers behind the device, None without."""
+        return None
+
+    def storage_backend_name(self) -> str | None:
+        """Return the class name of the attached storage backend, None without one."""
+        return None
+
+    def prepare_weights_update(self) -> None:
+        """Let nothing of the present weights go to or come from storage any more; bounded wait."""
+
+    def finish_weights_update(self, fingerprint: str | None) -> None:
+        """Go on under these weights (the old ones where the update failed)."""
+        self.set_weights_fingerprint(fingerprint)
 
     def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
         """Attach storage at run time; (success, message)."""

@@ -192,6 +192,10 @@ class KVCache(ABC):
         """Write K and V of n tokens to slots ``loc`` [n] (on the device)."""
 
     @abstractmethod
+    def move(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
+        """Copy KV of all layers between slots, int64 of one shape; read all, then write."""
+
+    @abstractmethod
     def get_kv_size_bytes(self) -> KVSizeBytes:
         """Return the bytes that K and V take over all layers."""
 
@@ -243,6 +247,12 @@ class MHATokenToKVPool(KVCache):
         layer_idx = self._local_layer(layer.layer_id)
         self.k_buffer[layer_idx][loc] = k.to(self.dtype)
         self.v_buffer[layer_idx][loc] = v.to(self.dtype)
+
+    def move(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
+        """See ``KVCache``."""
+        source, target = from_slots.flatten(), to_slots.flatten()
+        for data in (self.k_data, self.v_data):
+            data[:, target] = data[:, source]
 
     def get_kv_size_bytes(self) -> KVSizeBytes:
         """See ``KVCache``."""

@@ -11,12 +11,13 @@ memcpy/memcmp speed whatever the length.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import sys
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 
@@ -252,3 +253,59 @@ class RadixKey:
             link = hashlib.sha256(link + data[start : start + page_bytes]).digest()
             hashes.append(PageHash(link.hex()))
         return hashes
+
+
+# Prefix of a storage key by pool. Hex digits hold no colon: keys of two pools never collide.
+_POOL_PREFIXES = {"kv": "", "draft": "d:", "mamba": "m:", "swa": "s:"}
+_SUFFIX_DIGITS = 16
+_STORAGE_KEY = re.compile(r"(?:([a-z]):)?([0-9a-f]{64})(?:@([0-9a-f]{16}))?", re.ASCII)
+_POOLS_BY_LETTER = {prefix[:1]: pool for pool, prefix in _POOL_PREFIXES.items()}
+
+
+class StorageKey(NamedTuple):
+    """What a storage key says. ``pool``: value of a ``PoolName``; ``suffix``: 16 hex or None."""
+
+    pool: str
+    page_hash: PageHash
+    suffix: str | None
+
+
+def make_storage_key(pool: str, page_hash: PageHash, suffix: str | None = None) -> str:
+    """Return the name of a page of ``pool`` in storage; ``parse_storage_key`` is the inverse.
+
+    KV pages are named by the bare hash. ``suffix`` tells apart what depends on more than the hash
+    says. Raises ValueError for an unknown pool, a malformed hash or a malformed suffix.
+    """
+    prefix = _POOL_PREFIXES.get(pool)
+    if prefix is None:
+        raise ValueError(f"pool {pool!r} has no storage keys; known: {sorted(_POOL_PREFIXES)}")
+    key = f"{prefix}{page_hash}" if suffix is None else f"{prefix}{page_hash}@{suffix}"
+    if not _STORAGE_KEY.fullmatch(key):
+        raise ValueError(f"not a page hash and suffix: {page_hash!r}, {suffix!r}")
+    return key
+
+
+def draft_page_key(page_hash: PageHash, draft_digest: bytes) -> str:
+    """Return the storage key of the draft's page beside the target's page ``page_hash``.
+
+    ``draft_digest``: digest of the draft's own ``CacheIdentity`` (at least 8 bytes), so that other
+    draft weights miss while the target's pages still hit. Raises ValueError when it is shorter.
+    """
+    suffix = draft_digest.hex()[:_SUFFIX_DIGITS]
+    if len(suffix) != _SUFFIX_DIGITS:
+        raise ValueError(f"a draft digest has at least 8 bytes, not {len(draft_digest)}")
+    return make_storage_key("draft", page_hash, suffix)
+
+
+def state_page_key(page_hash: PageHash) -> str:
+    """Return the storage key of the recurrent state at the end of page ``page_hash``."""
+    return make_storage_key("mamba", page_hash)
+
+
+def parse_storage_key(key: str) -> StorageKey:
+    """Read what ``make_storage_key`` made. Raises ValueError for anything else."""
+    match = _STORAGE_KEY.fullmatch(key)
+    pool = _POOLS_BY_LETTER.get(match[1] or "") if match else None
+    if match is None or pool is None:
+        raise ValueError(f"not a storage key: {key!r}")
+    return StorageKey(pool, PageHash(match[2]), match[3])

@@ -7,9 +7,21 @@ from __future__ import annotations
 
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 
 def create_tree_cache(params: CacheInitParams) -> BasePrefixCache:
-    """Build the cache for these parameters. Raises ValueError on contradicting page sizes."""
-    return ChunkCache(params) if params.disable else RadixCache(params)
+    """Build the cache for these parameters.
+
+    Raises ValueError on contradicting page sizes and on tiers without prefix reuse.
+    """
+    if params.disable:
+        if params.hicache is not None:
+            raise ValueError("a hierarchical cache without prefix reuse makes no sense")
+        return ChunkCache(params)
+    if params.hicache is None:
+        return RadixCache(params)
+    has_state = params.state_allocator is not None
+    return HiMambaRadixCache(params) if has_state else HiRadixCache(params)

@@ -55,14 +55,21 @@ class CpuDecodeRunner:
         token_to_kv_pool: MHATokenToKVPool,
     ) -> None:
         """`weight_format`: "auto" (the smallest that keeps every value), or a format's name."""
-        start = time.perf_counter()
         self.num_steps = 0
         self._model = model
         self._weight_format = weight_format
+        self._req_to_token_pool = req_to_token_pool
+        self._token_to_kv_pool = token_to_kv_pool
+        self._build()
+
+    def _build(self) -> None:
+        """Choose formats, make the compressed copies and describe the layers to the kernels."""
+        start = time.perf_counter()
+        model = self._model
         self._compressed: list[ops.CompressedWeight] = []
         modules = [cast(LlamaDecoderLayer, layer) for layer in model.model.layers]
         layers = [
-            self._describe(layer, token_to_kv_pool, layer_id)
+            self._describe(layer, self._token_to_kv_pool, layer_id)
             for layer_id, layer in enumerate(modules)
         ]
         config, attention = model.config, modules[0].self_attn.attn
@@ -79,7 +86,7 @@ class CpuDecodeRunner:
             ),
             final_norm=model.model.norm.weight.data,
             cos_sin=model.model.rotary_emb.cos_sin,
-            req_to_token=req_to_token_pool.req_to_token,
+            req_to_token=self._req_to_token_pool.req_to_token,
         )
         self._head = self._pack(model.lm_head.weight.data)
         logger.info(
@@ -87,17 +94,13 @@ class CpuDecodeRunner:
             len(layers),
             len(self._compressed),
             4 * len(layers) + 1,
-            weight_format,
+            self._weight_format,
             time.perf_counter() - start,
         )
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Plain decode of as many requests as the own products are faster for than torch's."""
-        return (
-            is_plain_decode(batch)
-            and batch.batch_size <= ops.SMALL_ROWS
-            and not self._model.model.layers_to_capture
-        )
+        return is_plain_decode(batch) and batch.batch_size <= ops.SMALL_ROWS
 
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """One decode step."""
@@ -113,7 +116,13 @@ class CpuDecodeRunner:
         return LogitsProcessorOutput(next_token_logits=logits)
 
     def weights_changed(self) -> None:
-        """Make the compressed copies anew."""
+        """Make the compressed copies anew; "auto" keeps its promise that no value is lost."""
+        if self._weight_format == "auto" and any(
+            ops.find_lossless_format(weight.source) != weight.weight_format
+            for weight in self._compressed
+        ):
+            self._build()
+            return
         for weight in self._compressed:
             weight.refresh()
 

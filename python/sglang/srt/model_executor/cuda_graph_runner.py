@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: capture at a ladder of batch sizes, replay padded.
+"""CUDA graphs of decode steps: capture at a ladder of batch sizes, replay padded (or only exact).
 
 A decode step of a small batch is launch overhead for the most part; a graph replays all its
 kernels with one call. Owns the static input tensors and the graphs. Weights are read where they
@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.layers.attention.base import AttentionBackend
+from sglang.srt.layers.dispatch import checked_argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.decode_runner import is_plain_decode
@@ -28,6 +29,9 @@ from sglang.srt.model_executor.forward_context import use_attention_backend
 
 logger = logging.getLogger(__name__)
 
+# cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
+# pays once; steps that are not captured keep the default.
+_MAX_LT_SIZE = 128
 # Padding requests read one token of some row and write to the dummy page: harmless and cheap.
 _PADDING_SEQ_LEN = 1
 _PADDING_SLOT = 0
@@ -55,30 +59,38 @@ class GraphableRunner(Protocol):
 def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None) -> list[int]:
     """The ladder: fine steps where batches are small and padding would weigh, coarse above.
 
-    `requested` (a user's list) wins; sizes above `max_batch_size` are dropped.
+    It ends with `max_batch_size`. `requested` (a user's list) wins; its sizes above are dropped.
     """
-    if requested is None:
-        requested = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)]
-    sizes = sorted({size for size in requested if 0 < size <= max_batch_size})
-    if not sizes or (sizes[-1] < max_batch_size and max_batch_size < 8):
-        sizes.append(max_batch_size)
-    return sizes
+    if requested is not None:
+        sizes = sorted({size for size in requested if 0 < size <= max_batch_size})
+        return sizes or [max_batch_size]
+    ladder = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_batch_size, 32)]
+    return [*(size for size in ladder if size < max_batch_size), max_batch_size]
 
 
 @dataclass(slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # float32 [size, V], overwritten by each replay
+    # Overwritten by each replay.
+    logits: torch.Tensor  # float32 [size, V]
+    token_ids: torch.Tensor  # int64 [size]: places of the largest
+    unusable_rows: torch.Tensor  # bool [size]: they hold NaN or +inf
 
 
 class CudaGraphRunner:
     """A `DecodeRunner` that captures at construction."""
 
     def __init__(
-        self, runner: GraphableRunner, batch_sizes: list[int], show_progress: bool
+        self,
+        runner: GraphableRunner,
+        batch_sizes: list[int],
+        show_progress: bool,
+        pad: bool = True,
     ) -> None:
+        """`batch_sizes`: rising. Without `pad` only batches of exactly these sizes are replayed."""
         self._runner = runner
         self.batch_sizes = batch_sizes
+        self._exact_sizes = None if pad else frozenset(batch_sizes)
         max_size = batch_sizes[-1]
         # int64 [max_size] each; a graph of size b uses the first b.
         self._input_ids, self._rows, self._seq_lens, self._slots = torch.zeros(
@@ -91,7 +103,9 @@ class CudaGraphRunner:
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether the batch is a plain decode step of a captured size."""
-        return is_plain_decode(batch) and batch.batch_size <= self.batch_sizes[-1]
+        if not is_plain_decode(batch) or batch.batch_size > self.batch_sizes[-1]:
+            return False
+        return self._exact_sizes is None or batch.batch_size in self._exact_sizes
 
     def weights_changed(self) -> None:
         """Nothing to do: graphs read the parameters where they are."""
@@ -104,7 +118,11 @@ class CudaGraphRunner:
         entry = self._graphs[size]
         entry.graph.replay()
         self.num_steps += 1
-        return LogitsProcessorOutput(next_token_logits=entry.logits[:num_reqs])
+        return LogitsProcessorOutput(
+            next_token_logits=entry.logits[:num_reqs],
+            greedy_token_ids=entry.token_ids[:num_reqs],
+            unusable_rows=entry.unusable_rows[:num_reqs],
+        )
 
     def _make_size_table(self) -> list[int]:
         """Number of requests -> captured size that holds them."""
@@ -117,10 +135,16 @@ class CudaGraphRunner:
 
     def _fill_inputs(self, batch: ForwardBatch, num_reqs: int, size: int) -> None:
         """Copy a step's tensors into the static ones; neutral values behind them."""
-        self._input_ids[:num_reqs].copy_(batch.input_ids)
-        self._rows[:num_reqs].copy_(batch.req_pool_indices)
-        self._seq_lens[:num_reqs].copy_(batch.seq_lens)
-        self._slots[:num_reqs].copy_(batch.out_cache_loc)
+        # In one launch: at small batches it is launches that cost.
+        torch._foreach_copy_(
+            [
+                self._input_ids[:num_reqs],
+                self._rows[:num_reqs],
+                self._seq_lens[:num_reqs],
+                self._slots[:num_reqs],
+            ],
+            [batch.input_ids, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc],
+        )
         if num_reqs < size:
             # Tokens and rows left from an earlier step are valid ones; length and slot decide.
             self._seq_lens[num_reqs:size].fill_(_PADDING_SEQ_LEN)
@@ -142,7 +166,8 @@ class CudaGraphRunner:
         )
         with _no_garbage_collection(), torch.inference_mode():
             for size in sizes:
-                entry = self._capture(size, pool)
+                with _product_library("cublaslt" if size <= _MAX_LT_SIZE else "cublas"):
+                    entry = self._capture(size, pool)
                 pool = entry.graph.pool()
                 self._graphs[size] = entry
         logger.info(
@@ -159,13 +184,14 @@ class CudaGraphRunner:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Compiles kernels and allocates workspaces, which must not happen in a capture.
-            self._forward(batch)
-            self._forward(batch)
+            for _ in range(2):
+                checked_argmax(self._forward(batch))
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             logits = self._forward(batch)
-        return _Graph(graph=graph, logits=logits)
+            token_ids, unusable_rows = checked_argmax(logits)
+        return _Graph(graph=graph, logits=logits, token_ids=token_ids, unusable_rows=unusable_rows)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         backend = self._runner.attn_backend
@@ -190,6 +216,17 @@ class CudaGraphRunner:
             req_to_token_pool=self._runner.req_to_token_pool,
             token_to_kv_pool=self._runner.token_to_kv_pool,
         )
+
+
+@contextmanager
+def _product_library(name: str) -> Iterator[None]:
+    """Let matrix products be done by "cublas" or "cublaslt"."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 @contextmanager

@@ -43,10 +43,14 @@ class ForwardMode(Enum):
 
 
 class CaptureHiddenMode(Enum):
-    """Which final hidden states the logits processor keeps."""
+    """Which hidden states the logits processor keeps.
+
+    The final ones after the last norm; with layers to capture the streams at their entry, side by
+    side; from a draft model what its next step reads.
+    """
 
     NULL = auto()
-    LAST = auto()  # [batch_size, hidden]: of each request's last token
+    LAST = auto()  # of the rows that get logits: [batch_size, hidden] where it is one a request
     FULL = auto()  # [num_tokens, hidden]
 
 
@@ -66,6 +70,14 @@ class LogprobRequest:
     token_ids: list[list[int] | None]
     start_lens: list[int] = field(default_factory=list)
     target_ids: list[list[int]] = field(default_factory=list)
+
+    def repeated(self, count: int) -> LogprobRequest:
+        """The wishes for output tokens, each request's `count` times in a row."""
+        return LogprobRequest(
+            enabled=[value for value in self.enabled for _ in range(count)],
+            top_nums=[value for value in self.top_nums for _ in range(count)],
+            token_ids=[value for value in self.token_ids for _ in range(count)],
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +108,12 @@ class ForwardBatch:
     sampling_info: SamplingBatchInfo | None = None
     logprobs: LogprobRequest | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    # int64 [r]: rows of the batch whose logits (and LAST hidden states) are wanted, instead of
+    # what the mode implies. A draft model that catches up reads the last accepted row only.
+    logits_rows: torch.Tensor | None = None
+    # Draft models only, set by the speculative workers: [n, width], the target's features (or the
+    # draft's own hidden states of the step before) that go with each token. Never written to.
+    input_hidden_states: torch.Tensor | None = None
 
     # Set by the attention backend (`init_forward_metadata`); its type is the backend's own.
     attn_metadata: Any = None

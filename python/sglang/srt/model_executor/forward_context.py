@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class AttentionForward(Protocol):
-    """The one method of a backend that layers call; see `layers.attention.base`."""
+    """The methods of a backend that layers call; see `layers.attention.base`."""
 
     def forward(
         self,
@@ -26,6 +26,18 @@ class AttentionForward(Protocol):
         layer: Any,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+    ) -> torch.Tensor: ...
+
+    def can_rotate(self, forward_batch: ForwardBatch) -> bool: ...
+
+    def forward_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: Any,
+        layer: Any,
+        forward_batch: ForwardBatch,
     ) -> torch.Tensor: ...
 
 

@@ -1,13 +1,15 @@
 """`ModelRunner`: the model of one rank with its memory: load, size the pools, forward, sample.
 
 Owns the module, the KV pool and (unless given by another runner) the request table and the slot
-allocator. Knows nothing of requests. Scheduler thread only.
+allocator. Knows nothing of requests. Scheduler thread only. Trainers import the names of weight
+updates from here, which live elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +36,22 @@ from sglang.srt.model_executor.kv_cache_sizing import (
     profile_max_num_tokens,
     resolve_max_running_requests,
 )
+from sglang.srt.model_executor.prefill_warm_up import warm_up_prefill
+from sglang.srt.model_executor.weight_names import (
+    _model_load_weights_direct as _model_load_weights_direct,
+)
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint
+from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.platforms import current_platform
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket as FlattenedTensorBucket
+from sglang.srt.weight_sync.tensor_bucket import LocalSerializedTensor as LocalSerializedTensor
 
 logger = logging.getLogger(__name__)
+
+# Names of the command line that are not torch's.
+_KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 # Largest captured decode batch unless a flag says otherwise.
 DEFAULT_GRAPH_MAX_BS = 256
@@ -58,14 +71,54 @@ class RunnerConfig:
     random_seed: int
     cpu_weight_format: str = "auto"
     disable_cuda_graph: bool = False
+    use_decode_runner: bool = True  # take a shortcut for plain decode steps where there is one
     cuda_graph_max_bs: int | None = None  # None: DEFAULT_GRAPH_MAX_BS
     cuda_graph_bs: list[int] | None = None  # None: a ladder up to the maximum
+    disable_cuda_graph_padding: bool = False
+    warm_up_tokens: int = 0  # prefill steps up to this many tokens are tried out at start
+    # Of a draft model that will share slots and rows with this one: bytes of its KV a token, bytes
+    # of its weights, and positions behind the context that its proposals may touch.
+    draft_token_bytes: int = 0
+    draft_weight_bytes: int = 0
+    draft_positions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemoryPool:
+    """Rows and slots of a target model, for a draft model that has KV buffers of its own."""
+
+    req_to_token_pool: ReqToTokenPool
+    token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+
+
+def resolve_kv_dtype(name: str, model_dtype: str) -> torch.dtype:
+    """The KV pool's type by the name of `--kv-cache-dtype`; "auto" is the model's."""
+    resolved: torch.dtype = getattr(
+        torch, _KV_DTYPES.get(name, name) if name != "auto" else model_dtype
+    )
+    return resolved
+
+
+def kv_bytes_per_token(model: ModelConfig, tp_size: int, kv_dtype: torch.dtype) -> int:
+    """Bytes of K and V that one token takes on one rank."""
+    heads = model.get_num_kv_heads(tp_size)
+    return 2 * model.num_hidden_layers * heads * model.head_dim * kv_dtype.itemsize
 
 
 class ModelRunner:
     """One model on one device. `forward` and `sample` are collective over the TP ranks."""
 
-    def __init__(self, model_config: ModelConfig, config: RunnerConfig) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        config: RunnerConfig,
+        shared_pool: SharedMemoryPool | None = None,
+        after_load: Callable[[LanguageModel], None] | None = None,
+    ) -> None:
+        """`shared_pool`: this is a draft; only its KV buffers are its own.
+
+        `after_load` gets the model before anything reads its parameters.
+        """
         self.model_config = model_config
         self.config = config
         platform = current_platform()
@@ -82,6 +135,8 @@ class ModelRunner:
             config.load_format,
             self.device,
         )
+        if after_load is not None:
+            after_load(self.model)
         self.load_time_s = time.perf_counter() - start
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         logger.info(
@@ -91,8 +146,13 @@ class ModelRunner:
             self.weight_bytes / 1e9,
             before / 1e9,
         )
-        self.kv_dtype = self._resolve_kv_dtype(config.kv_cache_dtype)
-        self._init_memory_pools()
+        self.fingerprint = WeightsFingerprint(self.tp.cpu_group)
+        self.fingerprint.full(self.model)
+        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model_config.dtype)
+        if shared_pool is None:
+            self._init_memory_pools()
+        else:
+            self._share_memory_pools(shared_pool)
         self.attn_backend: AttentionBackend = create_attention_backend(
             config.attention_backend,
             RunnerFacts(
@@ -104,10 +164,21 @@ class ModelRunner:
                 page_size=config.page_size,
                 max_context_len=model_config.context_len,
                 max_running_requests=self.max_running_requests,
+                kv_dtype=self.kv_dtype,
             ),
         )
         self.sampler = Sampler()
-        self.decode_runner = self._make_decode_runner()
+        self.decode_runner = self._make_decode_runner() if config.use_decode_runner else None
+        self.warm_up_s = 0.0
+        if config.warm_up_tokens > 0 and platform.graph_capture_supported:
+            start = time.perf_counter()
+            warm_up_prefill(self, config.warm_up_tokens, show_progress=self.tp.rank == 0)
+            self.warm_up_s = time.perf_counter() - start
+
+    @property
+    def weights_fingerprint(self) -> str:
+        """32 hex digits: the content of the weights of all ranks."""
+        return self.fingerprint.digest()
 
     def _make_decode_runner(self) -> DecodeRunner | None:
         """The shortcut for decode steps that this platform and model have, if any."""
@@ -131,31 +202,30 @@ class ModelRunner:
 
     def _capture_graphs(self) -> CudaGraphRunner:
         config = self.config
-        limit = min(config.cuda_graph_max_bs or DEFAULT_GRAPH_MAX_BS, self.max_running_requests)
-        sizes = capture_batch_sizes(limit, config.cuda_graph_bs)
+        limit = config.cuda_graph_max_bs or max(config.cuda_graph_bs or [DEFAULT_GRAPH_MAX_BS])
+        sizes = capture_batch_sizes(min(limit, self.max_running_requests), config.cuda_graph_bs)
         before = current_platform().memory_info().free_bytes
-        graphs = CudaGraphRunner(self, sizes, show_progress=self.tp.rank == 0)
+        graphs = CudaGraphRunner(
+            self,
+            sizes,
+            show_progress=self.tp.rank == 0,
+            pad=not config.disable_cuda_graph_padding,
+        )
         self.graph_bytes = max(before - current_platform().memory_info().free_bytes, 0)
         return graphs
-
-    def _resolve_kv_dtype(self, name: str) -> torch.dtype:
-        if name == "auto":
-            return self.dtype
-        return getattr(torch, {"bf16": "bfloat16"}.get(name, name))
 
     def _init_memory_pools(self) -> None:
         config, model = self.config, self.model_config
         platform = current_platform()
         memory = platform.memory_info()
-        num_kv_heads = model.get_num_kv_heads(self.tp.size)
-        layers = model.num_hidden_layers
-        token_bytes = 2 * layers * num_kv_heads * model.head_dim * self.kv_dtype.itemsize
+        token_bytes = kv_bytes_per_token(model, self.tp.size, self.kv_dtype)
         local = profile_max_num_tokens(
             MemoryBudget(
                 device=platform.name,
                 total_bytes=memory.total_bytes,
-                free_bytes=memory.free_bytes // (self.tp.size if platform.name == "cpu" else 1),
-                bytes_per_token=token_bytes,
+                free_bytes=(memory.free_bytes - config.draft_weight_bytes)
+                // (self.tp.size if platform.name == "cpu" else 1),
+                bytes_per_token=token_bytes + config.draft_token_bytes,
                 context_len=model.context_len,
                 page_size=config.page_size,
                 mem_fraction_static=config.mem_fraction_static,
@@ -173,17 +243,9 @@ class ModelRunner:
         )
         # One more column than the context: the slot of a token past the end is never read.
         self.req_to_token_pool = ReqToTokenPool(
-            self.max_running_requests, model.context_len + 1, self.device
+            self.max_running_requests, model.context_len + 1 + config.draft_positions, self.device
         )
-        self.token_to_kv_pool = MHATokenToKVPool(
-            self.max_total_num_tokens,
-            config.page_size,
-            self.kv_dtype,
-            num_kv_heads,
-            model.head_dim,
-            layers,
-            self.device,
-        )
+        self.token_to_kv_pool = self._make_kv_pool()
         self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = (
             create_token_to_kv_pool_allocator(
                 self.max_total_num_tokens,
@@ -202,6 +264,33 @@ class ModelRunner:
             self.kv_dtype,
             self.max_running_requests,
             config.page_size,
+        )
+
+    def _share_memory_pools(self, shared: SharedMemoryPool) -> None:
+        """Rows and slots of the target; buffers for as many tokens as it has."""
+        self.req_to_token_pool = shared.req_to_token_pool
+        self.token_to_kv_pool_allocator = shared.token_to_kv_pool_allocator
+        self.max_running_requests = shared.req_to_token_pool.size
+        self.max_total_num_tokens = shared.token_to_kv_pool_allocator.size
+        self.token_to_kv_pool = self._make_kv_pool()
+        self.kv_cache_bytes = sum(self.token_to_kv_pool.get_kv_size_bytes())
+        logger.info(
+            "Draft KV cache: %d tokens (%.2f GB, %s)",
+            self.max_total_num_tokens,
+            self.kv_cache_bytes / 1e9,
+            self.kv_dtype,
+        )
+
+    def _make_kv_pool(self) -> MHATokenToKVPool:
+        model = self.model_config
+        return MHATokenToKVPool(
+            self.max_total_num_tokens,
+            self.config.page_size,
+            self.kv_dtype,
+            model.get_num_kv_heads(self.tp.size),
+            model.head_dim,
+            model.num_hidden_layers,
+            self.device,
         )
 
     @torch.inference_mode()
@@ -227,6 +316,8 @@ class ModelRunner:
     @torch.inference_mode()
     def nan_rows(self, logits_output: LogitsProcessorOutput) -> torch.Tensor:
         """bool [b]: requests whose logits hold NaN, which ends them."""
+        if logits_output.unusable_rows is not None:
+            return logits_output.unusable_rows
         return nan_rows(logits_output.next_token_logits)
 
     def memory_usage(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.srt.configs.draft_config import default_layers_to_capture
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.weight_slot import WeightSlot, iterate_weight_slots
@@ -63,6 +64,33 @@ class LanguageModel(nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         """input_ids and positions int64 [n]; collective with more than one rank."""
+
+    def get_embed_and_head(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """This rank's rows of the embedding and of the head, which a draft may share.
+
+        Raises RuntimeError where the family lends neither.
+        """
+        raise RuntimeError(f"{type(self).__name__} shares no weights with a draft")
+
+    def set_eagle3_layers_to_capture(self, layer_ids: list[int] | None = None) -> None:
+        """Choose the layers at whose entry the residual stream is kept, before any norm.
+
+        None takes the usual early, middle and late layer. An id equal to the number of layers
+        means the stream after the last one. From then on every forward whose capture mode is
+        not NULL returns them side by side, in layer order, instead of the final hidden states;
+        forwards with mode NULL do nothing more than before. A layer named twice comes twice, so
+        that the width is always that of all ids.
+        Raises ValueError for an id out of range, RuntimeError where the family cannot do it.
+        """
+        num_layers = self.config.num_hidden_layers
+        chosen = default_layers_to_capture(num_layers) if layer_ids is None else layer_ids
+        if any(not 0 <= layer_id <= num_layers for layer_id in chosen):
+            raise ValueError(f"layers to capture {chosen} are not within 0..{num_layers}")
+        self._capture_at(tuple(sorted(chosen)))
+
+    def _capture_at(self, layer_ids: tuple[int, ...]) -> None:
+        """Keep the streams that enter these layers. Families whose decoder can override it."""
+        raise RuntimeError(f"{type(self).__name__} cannot capture hidden states of its layers")
 
     def split_weight(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Bring a checkpoint tensor to the names of the table. Families may override.

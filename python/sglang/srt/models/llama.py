@@ -14,7 +14,6 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.activation import get_gated_activation
-from sglang.srt.layers.dispatch import KVDestination
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
@@ -25,7 +24,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.models.base import LanguageModel
 
 
@@ -102,14 +101,8 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = _norm_heads(self.q_norm, q)
             k = _norm_heads(self.k_norm, k)
-        buffers = forward_batch.token_to_kv_pool.get_kv_buffer(self.attn.layer_id)
-        destination = KVDestination(
-            slots=forward_batch.out_cache_loc,
-            key_buffer=buffers.key,
-            value_buffer=buffers.value,
-        )
-        q, k = self._rotary[0].rotate_and_store(positions, q, k, v, destination)
-        return self.o_proj(self.attn(q, k, v, forward_batch, save_kv_cache=False))
+        rotary = self._rotary[0]
+        return self.o_proj(self.attn.rotate_and_attend(positions, q, k, v, rotary, forward_batch))
 
 
 def _norm_heads(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +160,7 @@ class LlamaModel(nn.Module):
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        # Layers at whose entry the residual stream is kept (EAGLE3 features).
+        # Layers at whose entry the residual stream is kept (EAGLE3 features), in rising order.
         self.layers_to_capture: tuple[int, ...] = ()
 
     def forward(
@@ -177,14 +170,22 @@ class LlamaModel(nn.Module):
         hidden_states = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
         captured: list[torch.Tensor] = []
+        wanted = self._layers_wanted_by(forward_batch)
         for layer_id, layer in enumerate(self.layers):
-            if layer_id in self.layers_to_capture:
-                captured.append(_residual_stream(hidden_states, residual))
+            if layer_id in wanted:
+                stream = _residual_stream(hidden_states, residual)
+                captured += [stream] * wanted.count(layer_id)
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
-        if len(self.layers) in self.layers_to_capture:
-            captured.append(_residual_stream(hidden_states, residual))
+        if len(self.layers) in wanted:
+            stream = _residual_stream(hidden_states, residual)
+            captured += [stream] * wanted.count(len(self.layers))
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
         return normed, captured
+
+    def _layers_wanted_by(self, forward_batch: ForwardBatch) -> tuple[int, ...]:
+        if forward_batch.capture_hidden_mode is CaptureHiddenMode.NULL:
+            return ()
+        return self.layers_to_capture
 
 
 def _residual_stream(hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -228,19 +229,8 @@ class LlamaForCausalLM(LanguageModel):
         self.model.embed_tokens.weight = embed
         self.lm_head.weight = head
 
-    def set_eagle3_layers_to_capture(self, layer_ids: list[int] | None = None) -> None:
-        """Keep the residual stream *entering* these layers in every forward.
-
-        None takes the usual early, middle and late layer. An id equal to the number of layers
-        means the stream after the last one. With a capture mode other than NULL the logits
-        processor returns them side by side instead of the final hidden states.
-        Raises ValueError for an id out of range.
-        """
-        num_layers = self.config.num_hidden_layers
-        chosen = [2, num_layers // 2, num_layers - 3] if layer_ids is None else layer_ids
-        if any(not 0 <= layer_id <= num_layers for layer_id in chosen):
-            raise ValueError(f"layers to capture {chosen} are not within 0..{num_layers}")
-        self.model.layers_to_capture = tuple(chosen)
+    def _capture_at(self, layer_ids: tuple[int, ...]) -> None:
+        self.model.layers_to_capture = layer_ids
 
 
 ENTRY_CLASSES = (LlamaForCausalLM,)

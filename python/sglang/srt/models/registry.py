@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
+from sglang.srt.models import llama, llama_eagle, llama_eagle3, qwen2, qwen3, qwen3_moe
 from sglang.srt.models.base import LanguageModel
+from sglang.srt.models.eagle_draft import EagleDraftModel
 
 _MODULES = (llama, qwen2, qwen3, qwen3_moe)
+_DRAFT_MODULES = (llama_eagle, llama_eagle3)
 
 MODEL_CLASSES: dict[str, type[LanguageModel]] = {
     model_class.__name__: model_class for module in _MODULES for model_class in module.ENTRY_CLASSES
 }
 
+# Not to be served: they need a target's hidden states, embedding and often its head.
+DRAFT_CLASSES: dict[str, type[EagleDraftModel]] = {
+    model_class.__name__: model_class
+    for module in _DRAFT_MODULES
+    for model_class in module.ENTRY_CLASSES
+}
+
 
 def resolve_model_class(architectures: Sequence[str]) -> type[LanguageModel]:
-    """The class of the first supported architecture.
+    """The class of the first supported architecture, a model's or a draft's.
 
-    Raises ValueError that lists what is supported.
+    Raises ValueError that lists what can be served.
     """
     for architecture in architectures:
         if architecture in MODEL_CLASSES:
             return MODEL_CLASSES[architecture]
+        if architecture in DRAFT_CLASSES:
+            return DRAFT_CLASSES[architecture]
     asked = ", ".join(architectures) or "none (config.json has no 'architectures')"
     raise ValueError(
         f"model architecture not supported: {asked}; "

@@ -135,6 +135,10 @@ class SchedulerStats:
     new_token_ratio: float = 0.0
     fwd_occupancy: float = 0.0  # share of time with a forward step in flight
     is_cuda_graph: float = 0.0
+    hicache_host_used_tokens: int = 0
+    hicache_host_total_tokens: int = 0
+    spec_accept_length: float = 0.0  # tokens a verification, since the last log line
+    spec_accept_rate: float = 0.0  # of the drafted tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +203,16 @@ class SchedulerMetrics:
         self._queue_time = make.histogram(
             "queue_time_seconds", "Seconds in the waiting queue.", QUEUE_BUCKETS_S
         )
+        self._hicache = {
+            name: make.counter(name, doc)
+            for name, doc in (
+                ("hicache_backup_tokens", "Tokens copied from the device to the host."),
+                ("load_back_tokens", "Tokens copied from the host to the device."),
+                ("hicache_dropped_tokens", "Tokens that left the cache without a copy."),
+                ("prefetched_tokens", "Tokens read from storage."),
+                ("backuped_tokens", "Tokens written to storage."),
+            )
+        }
         self._weight_load = make.gauge(
             "weight_load_duration_seconds", "Seconds of the last weight update.", "source"
         )
@@ -231,6 +245,11 @@ class SchedulerMetrics:
         """Requests sent back to the queue, and the tokens that they must compute again."""
         for counter, amount in zip(self._retracted, (num_reqs, input_tokens, output_tokens)):
             counter.inc(amount)
+
+    def count_hicache(self, name: str, amount: float) -> None:
+        """A count of the hierarchical cache, by its name there."""
+        counter = self._hicache.get(name) or self._hicache["hicache_" + name]
+        counter.labels(**self._labels).inc(amount)
 
     def observe_queue_time(self, seconds: float) -> None:
         """A request left the waiting queue."""

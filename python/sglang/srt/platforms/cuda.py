@@ -64,3 +64,20 @@ class CudaPlatform(Platform):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         torch.set_grad_enabled(False)
+
+
+def uuid_of_device(index: int) -> str:
+    """The UUID of a visible device, without the prefix that some tools write."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def device_of_uuid(uuid: str) -> int:
+    """Ordinal in this process of the GPU with this UUID, with or without the prefix "GPU-".
+
+    Raises ValueError where the process does not see it.
+    """
+    visible = [uuid_of_device(index) for index in range(torch.cuda.device_count())]
+    wanted = uuid.removeprefix("GPU-")
+    if wanted not in visible:
+        raise ValueError(f"no visible GPU has the UUID {uuid}; visible ones: {visible}")
+    return visible.index(wanted)

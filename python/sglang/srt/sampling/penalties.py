@@ -72,6 +72,42 @@ class PenaltyState:
         values = torch.where(values > 0, values / repetition, values * repetition)
         logits.index_put_((rows, token_ids), values - subtrahend)
 
+    def apply_to_tree(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, is_ancestor: torch.Tensor
+    ) -> None:
+        """Penalise logits float32 [b * w, V] of trees of tokens that may follow, in place.
+
+        token_ids int64 [b, w]; node 0 was counted already. is_ancestor bool [b, w, w]: [i, j] = j
+        lies on the path to i, i included. A node's row counts the tokens of its path besides.
+        """
+        num_nodes, vocab_size = token_ids.shape[1], logits.shape[1]
+        device = logits.device
+        rows = torch.tensor(self.rows, device=device)
+        wishes = torch.from_numpy(self._wishes).to(device).unsqueeze(1)  # [r, 1, 3]
+        frequency, presence, repetition = wishes.split(1, dim=2)
+        seen = torch.zeros((len(self.rows), vocab_size), dtype=torch.bool, device=device)
+        subtrahend = torch.zeros(seen.shape, device=device)
+        index = np.searchsorted(self.rows, self._places[0, : self._num_cells])
+        cells = (
+            torch.from_numpy(index).to(device),
+            torch.from_numpy(self._places[1, : self._num_cells]).to(device),
+        )
+        seen[cells] = True
+        subtrahend[cells] = torch.from_numpy(self._factors[1, : self._num_cells]).to(device)
+
+        on_path = is_ancestor[rows].to(torch.float32)  # [r, w, w]
+        on_path[:, :, 0] = 0.0
+        tokens = token_ids[rows].unsqueeze(1).expand_as(on_path)
+        times = torch.zeros((len(self.rows), num_nodes, vocab_size), device=device)
+        times.scatter_add_(2, tokens, on_path)
+        is_new = (times > 0) & ~seen.unsqueeze(1)
+
+        view = logits.view(-1, num_nodes, vocab_size)
+        values = view[rows]
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(is_new | seen.unsqueeze(1), repeated, values)
+        view[rows] = values - (subtrahend.unsqueeze(1) + frequency * times + presence * is_new)
+
     def _count(self, index: int, token_id: int) -> None:
         frequency, presence, repetition = self._wishes[index]
         cell = self._cell_of[index].get(token_id)

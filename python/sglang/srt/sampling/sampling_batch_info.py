@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -176,6 +176,45 @@ class SamplingBatchInfo:
         """Whether the next step's logits depend on tokens that the host must have seen."""
         return self.has_penalties or self.has_grammar
 
+    @property
+    def host_dependent_rows(self) -> list[int]:
+        """Rows whose next logits depend on tokens that the host must have seen, rising."""
+        rows = {row for row, _ in self.grammars} | set(self.suppressed_key)
+        if self.penalties is not None:
+            rows |= set(self.penalties.rows)
+        return sorted(rows)
+
+    def repeated(self, count: int) -> SamplingBatchInfo:
+        """The wishes that no token changes, each row `count` times in a row."""
+
+        def rows_of(values: torch.Tensor) -> torch.Tensor:
+            return values.repeat_interleave(count, dim=0)
+
+        bias = self.logit_bias
+        copies = torch.arange(count, device=self.device)
+        if bias is not None:
+            rows = (bias.rows.unsqueeze(1) * count + copies).flatten()
+            bias = LogitCells(rows, rows_of(bias.token_ids), rows_of(bias.values))
+        return replace(
+            self,
+            batch_size=self.batch_size * count,
+            temperatures=rows_of(self.temperatures),
+            top_ps=rows_of(self.top_ps),
+            top_ks=rows_of(self.top_ks),
+            min_ps=rows_of(self.min_ps),
+            sampling_seeds=rows_of(self.sampling_seeds),
+            is_seeded=rows_of(self.is_seeded),
+            sampled_rows=[row * count + i for row in self.sampled_rows for i in range(count)],
+            sampled_index=(self.sampled_index.unsqueeze(1) * count + copies).flatten(),
+            logit_bias=bias,
+            penalties=None,
+            grammars=[],
+            min_new_tokens=[],
+            vocab_mask=None,
+            suppressed=None,
+            suppressed_key=(),
+        )
+
     def update_host_state(self, reqs: Sequence[SamplableReq]) -> None:
         """Bring everything that depends on generated tokens up to date for the coming step.
 
@@ -214,7 +253,7 @@ class SamplingBatchInfo:
             grammar.fill_mask(mask_row)
             end_ids = end_ids_of_row.get(row)
             if end_ids:
-                _forbid_unless_last(mask_row, end_ids)
+                forbid_unless_last(mask_row, end_ids)
 
     def _suppress_ends(self, waiting: Sequence[_MinNewTokens]) -> None:
         # A grammar's own mask says where it may end.
@@ -274,7 +313,7 @@ def _min_new_tokens(reqs: Sequence[SamplableReq], vocab_size: int) -> list[_MinN
     return entries
 
 
-def _forbid_unless_last(mask_row: np.ndarray, token_ids: Sequence[int]) -> None:
+def forbid_unless_last(mask_row: np.ndarray, token_ids: Sequence[int]) -> None:
     """Clear the bits of `token_ids`, unless nothing else would be allowed then."""
     trimmed = mask_row.copy()
     words = trimmed.view(np.uint32)

@@ -1,9 +1,12 @@
 """Helpers without knowledge of the server. Only documented import names are re-exported.
 
-Nothing here loads torch: names that need it live in their own modules and are imported from there.
+Nothing here loads torch: the names that need it are loaded when they are asked for.
 """
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from sglang.srt.utils.common import (
     add_prometheus_middleware,
@@ -43,3 +46,15 @@ __all__ = [
     "set_ulimit",
     "suppress_noisy_warnings",
 ]
+
+_NEED_TORCH = {
+    "MultiprocessingSerializer": "sglang.srt.utils.serialization",
+    "init_custom_process_group": "sglang.srt.utils.process_group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _NEED_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)

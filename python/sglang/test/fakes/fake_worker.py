@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
 from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import (
     BaseTokenToKVPoolAllocator,
@@ -47,13 +47,14 @@ def oracle(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class FakeModelWorker:
     """Stands in for `TpModelWorker`. `num_tokens_computed` counts prefill work."""
 
-    max_tokens_per_step = 1
+    step_shape = StepShape()
 
     def __init__(
         self, *, num_slots: int, page_size: int, max_requests: int, context_len: int
     ) -> None:
         self.device = torch.device("cpu")
-        self.req_to_token_pool = ReqToTokenPool(max_requests, context_len + 1, "cpu")
+        extra = 1 + 2 * self.step_shape.max_tokens + self.step_shape.num_slots
+        self.req_to_token_pool = ReqToTokenPool(max_requests, context_len + extra, "cpu")
         self.allocator = create_token_to_kv_pool_allocator(
             num_slots, page_size, torch.float32, "cpu", None
         )
@@ -91,3 +92,61 @@ class FakeModelWorker:
             next_token_ids=torch.tensor(tokens, dtype=torch.int64),
             logits_output=LogitsProcessorOutput(next_token_logits=torch.empty(0)),
         )
+
+
+class FakeSpeculativeWorker(FakeModelWorker):
+    """A worker whose decode steps add 1 to 4 tokens, drawn from a seed.
+
+    What it rejects and its scratch stay as wrong tokens in the slots behind the accepted ones, and
+    the lengths are known to it alone until the result is read, as with a real speculative worker.
+    """
+
+    step_shape = StepShape(max_tokens=4, num_slots=6)
+
+    def __init__(
+        self, *, num_slots: int, page_size: int, max_requests: int, context_len: int, seed: int = 0
+    ) -> None:
+        super().__init__(
+            num_slots=num_slots,
+            page_size=page_size,
+            max_requests=max_requests,
+            context_len=context_len,
+        )
+        self._lens = np.zeros(max_requests, dtype=np.int64)  # committed tokens of each row
+        self._rng = np.random.default_rng(seed)
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """See the class."""
+        rows = batch.req_pool_indices
+        if batch.forward_mode is ForwardMode.EXTEND:
+            result = super().forward_batch_generation(batch)
+            self._lens[rows] = batch.seq_lens
+            return result
+        self.num_steps += 1
+        tokens: list[list[int]] = []
+        accept_lens = self._rng.integers(1, self.step_shape.max_tokens + 1, len(rows))
+        for row, num_accepted in zip(rows.tolist(), accept_lens.tolist()):
+            accepted = self._step(row, num_accepted)
+            tokens.append(accepted + [0] * (self.step_shape.max_tokens - len(accepted)))
+        return GenerationBatchResult(
+            next_token_ids=torch.tensor(tokens, dtype=torch.int64),
+            accept_lens=torch.from_numpy(accept_lens),
+            logits_output=LogitsProcessorOutput(next_token_logits=torch.empty(0)),
+        )
+
+    def _step(self, row: int, num_accepted: int) -> list[int]:
+        """Write the step's slots of one request; return the accepted tokens."""
+        start = int(self._lens[row])
+        slots = self.req_to_token_pool.req_to_token_cpu[row].numpy()
+        assert len(set(slots[: start + self.step_shape.num_slots].tolist())) == (
+            start + self.step_shape.num_slots
+        ), "a slot stands twice in a row"
+        self.slot_tokens[slots[start : start + self.step_shape.num_slots]] = -7
+        accepted = []
+        for offset in range(num_accepted):
+            self.slot_tokens[slots[start + offset]] = self.last_token_ids[row]
+            token = next_token(self.slot_tokens[slots[: start + offset + 1]])
+            self.last_token_ids[row] = token
+            accepted.append(token)
+        self._lens[row] = start + num_accepted
+        return accepted

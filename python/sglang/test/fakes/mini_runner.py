@@ -81,6 +81,13 @@ class MiniRunner:
         self.lengths[rows[0]] = 0
         return rows[0]
 
+    def rewind(self, row: int, length: int) -> None:
+        """Forget a request's tokens from position `length` on. Their pages are not dealt out again.
+
+        With pages of several tokens the last kept page is written on.
+        """
+        self.lengths[row] = length
+
     def extend(
         self,
         rows: list[int],
@@ -88,8 +95,13 @@ class MiniRunner:
         logprobs: LogprobRequest | None = None,
         capture: CaptureHiddenMode = CaptureHiddenMode.NULL,
         mode: ForwardMode = ForwardMode.EXTEND,
+        hidden_states: torch.Tensor | None = None,
+        logits_rows: list[int] | None = None,
     ) -> LogitsProcessorOutput:
-        """Append tokens to each request in one step; earlier ones are the cached prefix."""
+        """Append tokens to each request in one step; earlier ones are the cached prefix.
+
+        `hidden_states` are a draft model's input; `logits_rows` see `ForwardBatch`.
+        """
         prefix_lens = [self.lengths[row] for row in rows]
         batch = self._batch(mode, rows, tokens)
         batch.extend_prefix_lens = self._ids(prefix_lens)
@@ -98,6 +110,8 @@ class MiniRunner:
         batch.extend_seq_lens = self._ids(batch.extend_seq_lens_cpu)
         batch.logprobs = logprobs
         batch.capture_hidden_mode = capture
+        batch.input_hidden_states = hidden_states
+        batch.logits_rows = None if logits_rows is None else self._ids(logits_rows)
         return self.run(batch)
 
     def decode(
@@ -105,10 +119,12 @@ class MiniRunner:
         rows: list[int],
         tokens: list[int],
         capture: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        hidden_states: torch.Tensor | None = None,
     ) -> LogitsProcessorOutput:
-        """One token for each request."""
+        """One token for each request; `hidden_states` are a draft model's input."""
         batch = self._batch(ForwardMode.DECODE, rows, [[token] for token in tokens])
         batch.capture_hidden_mode = capture
+        batch.input_hidden_states = hidden_states
         return self.run(batch)
 
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:

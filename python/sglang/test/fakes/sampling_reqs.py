@@ -29,6 +29,8 @@ class FakeOutput:
     next_token_top_logprobs_idx: list[list[int]] | None = None
     next_token_token_ids_logprobs_val: list[list[float]] | None = None
     next_token_token_ids_logprobs_idx: list[list[int]] | None = None
+    greedy_token_ids: torch.Tensor | None = None
+    unusable_rows: torch.Tensor | None = None
 
 
 def params(**values: Any) -> SamplingParams:

@@ -41,7 +41,9 @@ class _ListReceiver:
         self.messages: list[Any] = []
         self.now_offset = 0.0  # seconds added to the clock, for tests of deadlines
 
-    def recv(self, *, idle: bool, poll_grammars: Callable[[], list[str]]) -> ReceivedStep:
+    def recv(
+        self, *, idle: bool, poll_grammars: Callable[[], list[str]], transfers: bool = False
+    ) -> ReceivedStep:
         messages, self.messages = self.messages, []
         return ReceivedStep(
             messages=messages, ready_grammars=poll_grammars(), now=time.time() + self.now_offset
@@ -110,6 +112,7 @@ class SchedulerHarness:
                     max_prefill_tokens=max_prefill_tokens,
                     chunk_size=chunk_size,
                     page_size=page_size,
+                    step_slots=self.worker.step_shape.num_slots,
                 ),
                 max_running_requests=max_requests,
                 max_queued_requests=max_queued,
@@ -147,6 +150,7 @@ class SchedulerHarness:
                     req_to_token_pool=rows,
                     token_to_kv_pool_allocator=allocator,
                 ),
+                hicache_control=None,
                 send_to_front=self.replies.append,
                 beat=self._beat,
             ),

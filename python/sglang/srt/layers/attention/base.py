@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention, Rotation
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -24,6 +24,7 @@ class RunnerFacts:
     page_size: int
     max_context_len: int
     max_running_requests: int
+    kv_dtype: torch.dtype | None = None  # of the pool; None: like `dtype`
 
 
 @runtime_checkable
@@ -49,6 +50,26 @@ class AttentionBackend(ABC):
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Compute what all layers share and set `forward_batch.attn_metadata`."""
+
+    def can_rotate(self, forward_batch: ForwardBatch) -> bool:
+        """Whether `forward_rotating` does this batch's layers."""
+        return False
+
+    def forward_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: Rotation,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """`forward` for q and k that are still to be rotated; both are left as they are."""
+        raise NotImplementedError
+
+    def planned_prefill_lengths(self, max_tokens: int) -> list[int]:
+        """Lengths up to `max_tokens` of new prompts that are planned for, once each: to warm up."""
+        return []
 
     @abstractmethod
     def forward(

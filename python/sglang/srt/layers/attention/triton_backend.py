@@ -8,6 +8,9 @@ memory: replay them on one stream.
 
 Long prompts without prefix go to cuDNN (`triton_ops.dense_prefill`), where it can do them.
 
+The pool may be in an 8-bit float type: keys and values are rounded to it when they are stored,
+without scales, and widened when they are read.
+
 Limits: head sizes up to 256; a tree mask is read over the new tokens only, the prefix counts as
 visible. `seq_lens` and the request table must not be written by a kernel that lets others start
 early (`triton_ops.device.launch_early`).
@@ -21,11 +24,13 @@ from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.torch_native import tree_mask_of
 from sglang.srt.layers.attention.triton_ops import dense_prefill
 from sglang.srt.layers.attention.triton_ops.paged_attention import (
+    NewTokens,
     PagedAttentionInputs,
     Workspace,
     paged_attention,
 )
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention, Rotation
+from sglang.srt.layers.triton_ops.device import converts_fp8
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
@@ -34,9 +39,22 @@ class TritonAttentionBackend(AttentionBackend):
     """See the module docstring."""
 
     def __init__(self, facts: RunnerFacts) -> None:
+        """Raises ValueError where the device cannot convert the type of the KV cache."""
         self._device = torch.device(facts.device)
+        if facts.kv_dtype == torch.float8_e4m3fn and not converts_fp8(self._device):
+            raise ValueError(
+                "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or later."
+            )
         self._workspace = Workspace(self._device)
-        self._dense_prefill = dense_prefill.is_supported(self._device, facts.dtype, facts.head_dim)
+        # The fresh keys must be what later steps will read.
+        self._dense_prefill = facts.kv_dtype in (None, facts.dtype) and dense_prefill.is_supported(
+            self._device, facts.dtype, facts.head_dim
+        )
+
+    def planned_prefill_lengths(self, max_tokens: int) -> list[int]:
+        if not self._dense_prefill:
+            return []
+        return list(range(dense_prefill.DENSE_UNIT, max_tokens + 1, dense_prefill.DENSE_UNIT))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Find the long prompts of an extend batch; all else is read on the device."""
@@ -71,12 +89,36 @@ class TritonAttentionBackend(AttentionBackend):
             and k is not None
             and v is not None
             and layer.sliding_window is None
-            and keys.dtype == q.dtype
         ):
             out = self._extend_with_dense_spans(queries, k, v, layer, forward_batch, plan)
         else:
             inputs = _paged_inputs(queries, layer, forward_batch)
             out = paged_attention(inputs, self._workspace)
+        return out.view(q.shape[0], layer.num_heads * layer.head_dim)
+
+    def can_rotate(self, forward_batch: ForwardBatch) -> bool:
+        """Decode steps: a program of the kernel has all the heads that share a key."""
+        return forward_batch.forward_mode.is_decode()
+
+    def forward_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotation: Rotation,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        queries = q.view(q.shape[0], layer.num_heads, layer.head_dim)
+        new = NewTokens(
+            keys=k,
+            values=v,
+            positions=rotation.positions,
+            cos_sin=rotation.cos_sin,
+            slots=forward_batch.out_cache_loc,
+        )
+        inputs = _paged_inputs(queries, layer, forward_batch, new=new)
+        out = paged_attention(inputs, self._workspace)
         return out.view(q.shape[0], layer.num_heads * layer.head_dim)
 
     def _extend_with_dense_spans(
@@ -110,6 +152,7 @@ def _paged_inputs(
     layer: RadixAttention,
     forward_batch: ForwardBatch,
     query_lens: torch.Tensor | None = None,
+    new: NewTokens | None = None,
 ) -> PagedAttentionInputs:
     """`query_lens`: where not all new tokens of the requests are meant, how many of the last."""
     keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
@@ -128,4 +171,5 @@ def _paged_inputs(
         tree_mask=tree_mask_of(forward_batch),
         scaling=layer.scaling,
         window=layer.sliding_window,
+        new=new,
     )

@@ -11,6 +11,7 @@
 // (which the compiler lowers to whatever the machine has).
 
 #include "decode_attention.h"
+#include "digest.h"
 #include "elementwise.h"
 #include "extend_attention.h"
 #include "layer_stack.h"
@@ -53,6 +54,12 @@ extern "C" void hs_rotary(const int64_t *positions, float *q, int64_t ldq, int64
     rotary_row(q + r * ldq, cs, q_heads, head_dim, rot_dim);
     rotary_row(k + r * ldk, cs, k_heads, head_dim, rot_dim);
   }
+}
+
+extern "C" void hs_word_sums(const char *data, int64_t num_bytes, uint64_t *sums, int nt) {
+  WordSums total = word_sums(data, num_bytes, nt);
+  sums[0] = total.first;
+  sums[1] = total.second;
 }
 
 extern "C" void hs_decode_attention(const Paged *a, const float *q, int64_t ldq,

@@ -113,6 +113,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "hs_decode_attention": (_P, _P, _I, _P, _P, _I, _P, _I, c_int),
     "hs_extend_attention": (_P, _P, _I, _P, _P, _P, _I, _P, _I, c_int),
     "hs_layer_stack": (_P, _P, _P, _P, _P, _P, _I, _P, c_int),
+    "hs_word_sums": (_P, _I, _P, c_int),
     "hs_read": (_P, _I, c_int),
 }
 
@@ -221,6 +222,22 @@ def linear(
         _num_threads(),
     )
     return y
+
+
+# ------------------------------------------------------------------ digests
+
+
+def word_sums(data: torch.Tensor) -> tuple[int, int]:
+    """See `ops.word_sums`."""
+    _check_bytes(data)
+    sums = (ctypes.c_uint64 * 2)()
+    _lib.hs_word_sums(data.data_ptr(), data.numel(), sums, _num_threads())
+    return sums[0], sums[1]
+
+
+def _check_bytes(data: torch.Tensor) -> None:
+    if data.dtype is not torch.uint8 or data.device.type != "cpu" or not data.is_contiguous():
+        raise ValueError(f"expected contiguous bytes on the CPU, got {data.dtype} on {data.device}")
 
 
 # ------------------------------------------------------------------ elementwise

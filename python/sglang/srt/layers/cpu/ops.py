@@ -37,6 +37,7 @@ __all__ = [
     "rmsnorm",
     "rotary",
     "silu_and_mul",
+    "word_sums",
 ]
 
 _library = build.load_kernels()
@@ -106,6 +107,15 @@ def rotary(
     cosines then sines; rotary_dim <= head_dim, further dimensions stay.
     """
     _chosen.rotary(positions, q, k, cos_sin, head_dim)
+
+
+def word_sums(data: torch.Tensor) -> tuple[int, int]:
+    """Two 64-bit sums over contiguous uint8 `data`, taken as little-endian 64-bit words.
+
+    See `layers.tensor_digest`, which says what they are good for. The last word is padded with
+    zero bytes.
+    """
+    return _chosen.word_sums(data)
 
 
 def decode_attention(

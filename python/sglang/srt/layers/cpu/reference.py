@@ -5,6 +5,7 @@ Same signatures, same in-place effects; the tests hold `native` against them. No
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -20,6 +21,42 @@ def linear(
     if isinstance(weight, CompressedWeight):
         weight = weight.dequantized()
     return functional.linear(x, weight.to(x.dtype), bias)
+
+
+# The constants of digest.h.
+_STEP, _A, _B, _C = (
+    np.uint64(value)
+    for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+)
+_WORDS_A_PIECE = 1 << 14  # the temporaries stay in the first-level cache's neighbourhood
+
+
+def word_sums(data: torch.Tensor) -> tuple[int, int]:
+    """See `ops.word_sums`."""
+    flat = data.numpy()
+    num_words = flat.size // 8
+    pieces = [
+        (flat[8 * begin : 8 * min(begin + _WORDS_A_PIECE, num_words)].view(np.uint64), begin)
+        for begin in range(0, num_words, _WORDS_A_PIECE)
+    ]
+    if flat.size % 8:
+        last = np.zeros(8, dtype=np.uint8)
+        last[: flat.size % 8] = flat[8 * num_words :]
+        pieces.append((last.view(np.uint64), num_words))
+    steps = np.arange(1, _WORDS_A_PIECE + 1, dtype=np.uint64) * _STEP
+    first = second = 0
+    for words, begin in pieces:
+        z = words + steps[: words.size]
+        z += np.uint64(begin * int(_STEP) % 2**64)
+        for shift, factor in ((30, _A), (27, _B)):
+            z ^= z >> np.uint64(shift)
+            z *= factor
+        z ^= z >> np.uint64(31)
+        first += int(z.sum())
+        z *= _C
+        z ^= z >> np.uint64(32)
+        second += int(z.sum())
+    return first % 2**64, second % 2**64
 
 
 def rmsnorm(

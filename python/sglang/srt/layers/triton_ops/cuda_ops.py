@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from sglang.srt.layers.dispatch import KVDestination
+from sglang.srt.layers.dispatch import ExpertWeights, KVDestination
 from sglang.srt.layers.triton_ops.activation import gate_and_mul
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.gemv import gemv
+from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
 
@@ -71,5 +72,23 @@ class CudaOps:
         rope_in_place(q, k, positions, cos_sin, head_dim, (v, destination))
         return q, k
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        factors: torch.Tensor,
+        weights: ExpertWeights,
+    ) -> torch.Tensor:
+        num_tokens, top_k = expert_ids.shape
+        if num_tokens == 0:
+            return torch.zeros_like(x)
+        plan = plan_experts(expert_ids, weights.down.shape[0])
+        hidden = weights.activation(expert_product(x, weights.gate_up, plan, top_k))
+        parts = expert_product(hidden, weights.down, plan, top_k, factors.reshape(-1))
+        return parts.view(num_tokens, top_k, -1).sum(1)
+
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        return argmax_rows(x)[0]
+
+    def checked_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return argmax_rows(x)

@@ -24,6 +24,12 @@ def supports_early_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+@functools.cache
+def converts_fp8(device: torch.device) -> bool:
+    """Whether kernels can convert to and from float8_e4m3fn (Ada and later)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def launch_early(device: torch.device, num_rows: int) -> bool:
     """Whether an operation on `num_rows` tokens is to overlap with its neighbours.
 

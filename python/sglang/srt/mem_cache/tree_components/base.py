@@ -1,6 +1,6 @@
 """The radix node and what a kind of cached data must supply to the component tree.
 
-Owns ``TreeNode`` and the ``TreeComponent`` interface. The tree (``unified_radix_cache.py``) walks,
+Owns ``TreeNode`` and the ``TreeComponent`` interface. The tree (``component_tree.py``) walks,
 splits and links nodes; a component owns one kind of data per node (full-attention KV here; sliding
 window and recurrent state later), its sizes and its locks. Scheduler thread only.
 """
@@ -8,13 +8,15 @@ window and recurrent state later), its sizes and its locks. Scheduler thread onl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from typing import ClassVar
 
 import torch
 
+from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey
+from sglang.srt.mem_cache.pool_transfer import PoolTransfer
 
 
 class ComponentType(IntEnum):
@@ -63,6 +65,8 @@ class TreeNode:
         "last_access_time",
         "creation_time",
         "write_through_pending_id",
+        "storage_op_id",
+        "unstored_from",
         "is_in_heap",
     )
 
@@ -74,12 +78,16 @@ class TreeNode:
         self.parent = parent
         self.children: dict[Hashable, TreeNode] = {}
         self.data = [ComponentData() for _ in range(num_components)]
-        self.hash_value: list[PageHash] | None = None  # one per page; set where storage is on
+        self.hash_value: list[PageHash] | None = None  # one per page; set when first needed
         self.hit_count = 0
         self.priority = 0
         self.last_access_time = 0
         self.creation_time = 0
         self.write_through_pending_id: int | None = None  # set while a backup copy is in flight
+        self.storage_op_id: int | None = None  # set while a write to storage covers this node
+        # First page that storage is not known to hold although it was to be written; None: nothing
+        # to write again.
+        self.unstored_from: int | None = None
         self.is_in_heap = False  # has exactly one entry in the tree's eviction heap
 
     def __lt__(self, other: TreeNode) -> bool:
@@ -164,6 +172,41 @@ class TreeComponent(ABC):
     @abstractmethod
     def release_device(self, node: TreeNode) -> int:
         """Free the node's device slots and forget them; return how many. Raises when locked."""
+
+    # -- host tier ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def bind_host_pools(self, pools: HostPoolGroup) -> None:
+        """Learn where host copies live; before any of the methods below, once."""
+
+    @abstractmethod
+    def lock_host(self, node: TreeNode) -> bool:
+        """Keep the node's host copy in place; False when there is none and nothing was taken."""
+
+    @abstractmethod
+    def unlock_host(self, node: TreeNode) -> None:
+        """Undo one ``lock_host`` that took something."""
+
+    @abstractmethod
+    def release_host(self, node: TreeNode) -> int:
+        """Free the node's host copy; return how many slots. Raises when locked."""
+
+    def reserve(self, nodes: Sequence[TreeNode], to_host: bool) -> list[PoolTransfer] | None:
+        """Take slots for a copy of ``nodes`` in a pool of its own; None when it has no room.
+
+        The tree itself takes those of full attention.
+        """
+        return []
+
+    def commit(  # noqa: B027 - nothing to do without a pool of its own
+        self, nodes: Sequence[TreeNode], to_host: bool, transfers: Sequence[PoolTransfer]
+    ) -> None:
+        """Give the reserved slots to the nodes: their copy is queued."""
+
+    def cancel(  # noqa: B027 - as above
+        self, to_host: bool, transfers: Sequence[PoolTransfer]
+    ) -> None:
+        """Give reserved slots back: there will be no copy."""
 
     @abstractmethod
     def check_node(self, node: TreeNode, page_size: int) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentType,
     InvariantError,
@@ -28,6 +30,7 @@ class FullComponent(TreeComponent):
     def __init__(self, allocator: BaseTokenToKVPoolAllocator) -> None:
         super().__init__()
         self._allocator = allocator
+        self._host_pool: HostKVCache | None = None
 
     def reset(self, root: TreeNode) -> None:
         """See ``TreeComponent``; the root counts as resident and backed up, with no tokens."""
@@ -110,6 +113,43 @@ class FullComponent(TreeComponent):
         self.evictable_size -= num_tokens
         return num_tokens
 
+    def bind_host_pools(self, pools: HostPoolGroup) -> None:
+        """See ``TreeComponent``."""
+        self._host_pool = pools.anchor.host_pool
+
+    def store_host(self, node: TreeNode, host_indices: torch.Tensor) -> None:
+        """Give a node without host copy its host slots; the tree owns them now."""
+        data = node.data[ComponentType.FULL]
+        if data.host_value is not None or len(host_indices) != len(node.key):
+            raise InvariantError(f"{node!r} cannot take {len(host_indices)} host slots")
+        data.host_value = host_indices.clone()
+
+    def lock_host(self, node: TreeNode) -> bool:
+        """See ``TreeComponent``: the one node, its ancestors have a child with a host copy."""
+        data = node.data[ComponentType.FULL]
+        if data.host_value is None:
+            raise InvariantError(f"{node!r} has nothing on the host to lock")
+        data.host_lock_ref += 1
+        return True
+
+    def unlock_host(self, node: TreeNode) -> None:
+        """See ``TreeComponent``."""
+        data = node.data[ComponentType.FULL]
+        if data.host_lock_ref <= 0:
+            raise InvariantError(f"{node!r} is unlocked on the host once too often")
+        data.host_lock_ref -= 1
+
+    def release_host(self, node: TreeNode) -> int:
+        """See ``TreeComponent``; only what is off the device may go."""
+        data = node.data[ComponentType.FULL]
+        if self._host_pool is None or data.host_lock_ref or data.host_value is None:
+            raise InvariantError(f"{node!r} cannot be taken off the host")
+        if data.value is not None:
+            raise InvariantError(f"{node!r} is on the device: its host copy stays")
+        num_tokens = self._host_pool.free(data.host_value)
+        data.host_value = None
+        return num_tokens
+
     def check_node(self, node: TreeNode, page_size: int) -> None:
         """See ``TreeComponent``."""
         data = node.data[ComponentType.FULL]
@@ -118,9 +158,9 @@ class FullComponent(TreeComponent):
                 continue
             if len(slots) != len(node.key):
                 raise InvariantError(f"{name} of {node!r} has {len(slots)} slots")
-            pages = slots.reshape(-1, page_size)
-            in_page = torch.arange(page_size)
-            if not torch.equal(pages, pages[:, :1] + in_page) or (pages[:, 0] % page_size).any():
+            pages = slots.numpy().reshape(-1, page_size)
+            in_page = np.arange(page_size)
+            if (pages != pages[:, :1] + in_page).any() or (pages[:, 0] % page_size).any():
                 raise InvariantError(f"{name} of {node!r} is not whole pages: {slots.tolist()}")
         if data.value is None and data.host_value is None:
             raise InvariantError(f"{node!r} is on no tier")

@@ -50,6 +50,21 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewTokens:
+    """What is still to be done about the new tokens of a decode step, [b] of them.
+
+    Queries and keys are rotated by `positions`, keys and values written to rows `slots` of the
+    pool. Queries and these keys are left as they are.
+    """
+
+    keys: torch.Tensor  # [b, num_kv_heads, head_dim], rows may be strided
+    values: torch.Tensor  # like keys
+    positions: torch.Tensor  # int64 [b]
+    cos_sin: torch.Tensor  # float32 [positions, rotary_dim], as for `dispatch.Ops.apply_rope`
+    slots: torch.Tensor  # int64 [b]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PagedAttentionInputs:
     """Arguments of `paged_attention`.
 
@@ -68,6 +83,7 @@ class PagedAttentionInputs:
     tree_mask: torch.Tensor | None
     scaling: float
     window: int | None
+    new: NewTokens | None = None  # None: the pool holds the new keys, and queries are rotated
 
 
 class Workspace:
@@ -112,9 +128,11 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
             # One program a multiprocessor, with as much in flight as fits: fewer shares to merge.
             block_n = 128
             share_target = _share_target(num_kv_heads, processors)
+        elif block_m == MIN_ROWS and num_blocks >= 6 * processors:
+            # More programs than find room at once: the smallest, which leave it soonest.
+            block_n, num_warps, num_stages = 32, 1, 3
         elif block_m == MIN_ROWS:
-            # Several small ones side by side: four a multiprocessor, by their registers.
-            block_n = 32
+            num_warps, num_stages = 2, 3
     elif block_m <= 64:
         num_warps = 4
     elif num_blocks >= 4 * processors:
@@ -190,6 +208,12 @@ def _launch(
         "PDL": config.early,
     }
     early = {"launch_pdl": True} if config.early else {}
+    new = inputs.new
+    new_keys, new_values, cos_sin = (queries, queries, partial_lse)
+    positions = slots = inputs.seq_lens
+    if new is not None:
+        new_keys, new_values, cos_sin = new.keys, new.values, new.cos_sin
+        positions, slots = new.positions, new.slots
     merge_rows = min(triton.next_power_of_2(group), config.block_m)
     one_loop = config.one_loop and one_query
     paged_attention_kernel[(num_kv_heads, num_items)](
@@ -205,6 +229,11 @@ def _launch(
         partial_out,
         partial_lse,
         workspace.arrivals,
+        new_keys,
+        new_values,
+        positions,
+        cos_sin,
+        slots,
         batch_size,
         config.share_target,
         min_share,
@@ -213,7 +242,11 @@ def _launch(
         out.stride(0),
         keys.stride(0),
         values.stride(0),
+        new_keys.stride(0),
+        new_values.stride(0),
+        cos_sin.stride(0),
         inputs.scaling * math.log2(math.e),
+        HALF=0 if new is None else cos_sin.shape[1] // 2,
         BLOCK_N=config.block_n,
         TREE=tree_mask is not None,
         SHARED=shared,
@@ -274,7 +307,12 @@ def _check(inputs: PagedAttentionInputs) -> None:
         )
     if inputs.query_lens is None and num_tokens != batch_size:
         raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")
-    for name, tensor in (("queries", queries), ("keys", keys), ("values", values)):
+    tensors = [("queries", queries), ("keys", keys), ("values", values)]
+    if inputs.new is not None:
+        if inputs.query_lens is not None:
+            raise ValueError("only the new tokens of a decode step are rotated here")
+        tensors += [("new keys", inputs.new.keys), ("new values", inputs.new.values)]
+    for name, tensor in tensors:
         if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
             raise ValueError(f"the heads of {name} must lie side by side")
     if inputs.scaling <= 0:

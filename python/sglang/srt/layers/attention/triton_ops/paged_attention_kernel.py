@@ -9,6 +9,9 @@ lengths on the device alone: nothing about a batch is computed on the host, and 
 stays right when the lengths change. Shares of one row block are merged in a decode step by that of
 its programs which ends last, otherwise by a second kernel.
 
+In a decode step a program may also rotate what it reads of the new tokens, and write the new key
+and value to the pool before it reads the pool: one launch less a layer.
+
 Called by `paged_attention.py`, which documents the arguments and checks them.
 """
 
@@ -87,6 +90,12 @@ def _attend(
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(query.dtype), values, acc, input_precision=PRECISION)
     return acc, new_max, row_sum
+
+
+@triton.jit
+def _rotated(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
+    """Features times cosine plus their partners times (signed) sine, rounded like the features."""
+    return (first.to(tl.float32) * cos + second.to(tl.float32) * sin).to(first.dtype)
 
 
 @triton.jit
@@ -169,6 +178,11 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     partial_out: tl.tensor,
     partial_lse: tl.tensor,
     arrivals: tl.tensor,
+    new_keys: tl.tensor,
+    new_values: tl.tensor,
+    positions: tl.tensor,
+    cos_sin: tl.tensor,
+    slots: tl.tensor,
     batch_size: tl.tensor,
     share_target: tl.tensor,
     min_share: tl.tensor,
@@ -177,12 +191,16 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     out_stride: tl.tensor,
     key_stride: tl.tensor,
     value_stride: tl.tensor,
+    new_key_stride: tl.tensor,
+    new_value_stride: tl.tensor,
+    cos_sin_stride: tl.tensor,
     scale_log2: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -271,6 +289,18 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     in_row = row_live[:, None] & (feature < HEAD_DIM)[None, :]
     query_ptrs = queries + (query_start + token) * query_stride + row_offset
     query = tl.load(query_ptrs[:, None] + feature[None, :], mask=in_row, other=0.0)
+    if HALF > 0:
+        # Pairs are (i, i + HALF); features behind 2 * HALF stay.
+        is_second = (feature >= HALF) & (feature < 2 * HALF)
+        partner = tl.where(feature < HALF, feature + HALF, feature)
+        partner = tl.where(is_second, feature - HALF, partner)
+        pair = tl.where(is_second, feature - HALF, feature)
+        angles = cos_sin + tl.load(positions + query_start) * cos_sin_stride + pair
+        cos = tl.load(angles, mask=feature < 2 * HALF, other=1.0)
+        sin = tl.load(angles + HALF, mask=feature < 2 * HALF, other=0.0)
+        sin = tl.where(feature < HALF, -sin, sin)
+        second = tl.load(query_ptrs[:, None] + partner[None, :], mask=in_row, other=0.0)
+        query = _rotated(query, second, cos[None, :], sin[None, :])
     prefix_len = seq_len - num_queries
     query_pos = prefix_len + token
     first_token = row_block * BLOCK_M // GROUP
@@ -303,6 +333,23 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     table_row = table + tl.load(table_rows + request).to(tl.int64) * table_stride
     key_base = key_buffer + head * HEAD_DIM
     value_base = value_buffer + head * HEAD_DIM
+    if HALF > 0:
+        # Whoever reads the new key writes it first. Row blocks of one head write the same.
+        if (end == high) & (start < end):
+            in_head = feature < HEAD_DIM
+            new_key = new_keys + query_start * new_key_stride + head * HEAD_DIM
+            key = tl.load(new_key + feature, mask=in_head, other=0.0)
+            second_half = tl.load(new_key + partner, mask=in_head, other=0.0)
+            key = _rotated(key, second_half, cos, sin)
+            new_value = new_values + query_start * new_value_stride + head * HEAD_DIM
+            value = tl.load(new_value + feature, mask=in_head, other=0.0)
+            slot = tl.load(slots + query_start)
+            buffer_type = key_buffer.dtype.element_ty
+            tl.store(key_base + slot * key_stride + feature, key.to(buffer_type), mask=in_head)
+            tl.store(
+                value_base + slot * value_stride + feature, value.to(buffer_type), mask=in_head
+            )
+        tl.debug_barrier()
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), NO_VALUE, tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)

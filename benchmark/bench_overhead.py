@@ -1,0 +1,96 @@
+"""What the engine adds to the device's own work in a decode step: table and JSON.
+
+    python benchmark/bench_overhead.py                       # CUDA: 8B, 1B and tiny shapes
+    python benchmark/bench_overhead.py --shapes tiny --batch 1 64
+    python benchmark/bench_overhead.py --device cpu          # a tiny model, in seconds
+
+* *busy*: device time of the steps (events around each) ÷ wall time; what is missing is time in
+  which the device waits for the host. Wanted: 0.97, better 0.99, of an 8B model; 0.90, better 0.97,
+  of a 1B one.
+* *step / replay*: time of a step in the engine (scheduler, overlap loop, sampler) ÷ that of the
+  bare captured graph of the same step, replayed in a loop. Wanted: 1.25, better 1.10, of a tiny
+  model at batch sizes up to 64, where a step is hardly more than launches.
+
+On the CPU there is no graph: the bare step is the model's forward, and busy is the share of the
+time that is spent in forward and sampler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_one_batch import Bench, make_parser, shrink
+from sglang.srt.platforms import current_platform, init_platform
+
+SHAPES = Path(__file__).parent / "shapes"
+
+
+def bench_arguments(args: argparse.Namespace) -> argparse.Namespace:
+    """Options of `bench_one_batch` for one model, KV pool no larger than the load needs."""
+    options = make_parser().parse_args(["--device", args.device])
+    options.batch, options.repeats = args.batch, args.repeats
+    options.input_len, options.output_len = args.input_len, args.output_len
+    options.load_format = "dummy"
+    options.max_total_tokens = 2 * max(args.batch) * (args.input_len + args.output_len)
+    options.attention_backend = init_platform(args.device).default_attention_backend
+    return options
+
+
+def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each batch size: the run with the median busy share."""
+    bench = Bench(options)
+    rows = []
+    for batch in options.batch:
+        runs = [
+            bench.decode(batch, options.input_len, options.output_len)
+            for _ in range(options.repeats)
+        ]
+        row: dict[str, Any] = sorted(runs, key=lambda r: r["busy_share"])[len(runs) // 2]
+        row["shape"] = name
+        row["replay_ms"] = bench.bare_replay_ms(batch)
+        row["step_over_replay"] = row["ms_per_step"] / row["replay_ms"]
+        rows.append(row)
+        sys.stdout.write(
+            f"{name:<14} {batch:>5} {row['ms_per_step']:>10.3f} {row['replay_ms']:>10.3f} "
+            f"{row['busy_share']:>8.3f} {row['step_over_replay']:>15.3f}\n"
+        )
+        sys.stdout.flush()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument(
+        "--shapes", nargs="+", default=["llama-3.1-8b", "llama-3.2-1b", "tiny"], metavar="NAME"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each figure; median")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    args = parser.parse_args()
+    options = bench_arguments(args)
+    rows: list[dict[str, Any]] = []
+    sys.stdout.write("shape          batch    ms/step  ms/replay     busy   step / replay\n")
+    if args.device == "cpu":
+        with tempfile.TemporaryDirectory() as folder:
+            shrink(options, folder)
+            rows += measure("tiny, random", options)
+    else:
+        for name in args.shapes:
+            options.model = str(SHAPES / name)
+            options.context_length = 4096
+            rows += measure(name, options)
+            current_platform().empty_cache()
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""From settings to a hierarchical cache: host pools, controller, identity of the bytes.
+
+Called once per scheduler at start-up, on the scheduler thread. `register_draft` is the part that
+`Scheduler._maybe_register_hicache_draft` uses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group, new_host_group
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache_records import HiCacheParams, MetricsHook
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.host_pool_sizing import (
+    HostPoolLimits,
+    host_memory_info,
+    host_pool_tokens,
+)
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool_host import (
+    HostKVCache,
+    HostPoolGroup,
+    MHATokenToKVPoolHost,
+    PoolEntry,
+)
+from sglang.srt.mem_cache.page_key import CacheIdentity
+from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.storage_control import group_min_reduce
+from sglang.srt.platforms import current_platform
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiCacheSettings:
+    """The part of the server's arguments that the hierarchical cache reads."""
+
+    limits: HostPoolLimits
+    layout: str
+    io_backend: str
+    write_policy: str
+    prefetch_policy: str
+    draft_storage_policy: str
+    served_model_name: str
+
+
+def build_hicache(
+    settings: HiCacheSettings,
+    *,
+    device_pool: MHATokenToKVPool,
+    allocator: BaseTokenToKVPoolAllocator,
+    model_config: ModelConfig,
+    weights_fingerprint: str,
+    draft_token_bytes: int,
+    on_progress: Callable[[], None],
+    metrics: MetricsHook,
+) -> HiCacheParams:
+    """Allocate the host pool and build the controller. Collective over the TP ranks.
+
+    `draft_token_bytes`: of a draft's KV that will travel along. Raises ValueError, with a sentence
+    for the user, when the host pool cannot fit.
+    """
+    token_bytes = sum(device_pool.get_kv_size_bytes()) // (device_pool.size + device_pool.page_size)
+    num_tokens = host_pool_tokens(
+        settings.limits,
+        device_tokens=device_pool.size,
+        bytes_per_token=token_bytes + draft_token_bytes,
+        page_size=device_pool.page_size,
+        memory=host_memory_info(),
+    )
+    tp = get_tp_group()
+    min_reduce = prefetch_reduce = None
+    if tp.cpu_group is not None:
+        min_reduce = group_min_reduce(tp.cpu_group)
+        # Ranks must agree on the size, or one would evict where another does not.
+        num_tokens = min_reduce([num_tokens])[0]
+        prefetch_reduce = group_min_reduce(new_host_group())
+    host_pool = MHATokenToKVPoolHost(device_pool, num_tokens, settings.layout)
+    anchor = PoolEntry(name=PoolName.KV, host_pool=host_pool, device_pool=device_pool)
+    controller = HiCacheController(
+        allocator,
+        HostPoolGroup(anchor, settings.io_backend),
+        page_size=device_pool.page_size,
+        platform=current_platform(),
+        prefetch_min_reduce=prefetch_reduce,
+        storage_config=HiCacheStorageConfig(
+            tp_rank=tp.rank,
+            tp_size=tp.size,
+            is_page_first_layout=settings.layout != "layer_first",
+            model_name=settings.served_model_name,
+        ),
+        draft_storage_policy=settings.draft_storage_policy,
+        on_progress=on_progress,
+    )
+    logger.info(
+        "Host KV cache: %d tokens (%.2f GB, %s, io %s), %s",
+        num_tokens,
+        num_tokens * token_bytes / 1e9,
+        settings.layout,
+        settings.io_backend,
+        settings.write_policy,
+    )
+    return HiCacheParams(
+        controller=controller,
+        identity=make_identity(model_config, host_pool, weights_fingerprint),
+        write_policy=settings.write_policy,
+        prefetch_policy=settings.prefetch_policy,
+        min_reduce=min_reduce,
+        metrics=metrics,
+    )
+
+
+def make_identity(
+    model_config: ModelConfig, host_pool: HostKVCache, weights_fingerprint: str
+) -> CacheIdentity:
+    """What the bytes of a host pool are a function of, besides the tokens."""
+    tp = get_tp_group()
+    config = json.dumps(dict(model_config.hf_config), sort_keys=True, default=str)
+    digest = hashlib.sha256(config.encode()).hexdigest()[:16]
+    return CacheIdentity(
+        model=f"{model_config.architectures[0]}/{digest}/{model_config.dtype}",
+        weights_fingerprint=weights_fingerprint,
+        kv_dtype=str(host_pool.dtype),
+        page_size=host_pool.page_size,
+        layout=host_pool.byte_layout_tag(),
+        tp_rank=tp.rank,
+        tp_size=tp.size,
+    )
+
+
+def register_draft(
+    controller: HiCacheController,
+    pool: KVCache,
+    model_config: ModelConfig,
+    fingerprint: Callable[[], str],
+) -> bool:
+    """Let a draft's KV travel with the target's; False where its kind of pool is not supported.
+
+    Its host pool has the target's number of slots, page size and layout.
+    """
+    target_host = controller.mem_pool_host
+    if not isinstance(pool, MHATokenToKVPool):
+        logger.warning(
+            "The draft's KV pool (%s) cannot be kept beside the target's: after a cache hit from "
+            "host or storage the accept length will be low",
+            type(pool).__name__,
+        )
+        return False
+    host_pool = MHATokenToKVPoolHost(pool, target_host.size, target_host.layout)
+
+    def digest() -> bytes:
+        return make_identity(model_config, host_pool, fingerprint()).digest()
+
+    controller.set_draft_kv_pool(pool, host_pool, digest)
+    logger.info("Draft KV travels with the target's: %d host tokens", host_pool.size)
+    return True

@@ -1,0 +1,568 @@
+"""``HiCacheTreeBase``: the tick, the drain, backups to storage, attach and detach, weights, reset.
+
+Owns what the three documented trees share besides the walk (``component_tree.py``), the copies
+between device and host (``hicache_tiers.py``) and prefetches (``hicache_prefetch.py``). A variant
+fills in the seven hooks of ``hicache_tiers.py`` and overrides nothing here. Scheduler thread only.
+
+**The tick** (``check_hicache_events``) is the only place where ranks talk, once per scheduler loop
+on every rank, whatever its queues hold:
+
+1. one MIN over [done writes, done loads, hits, backup acks, releases, extra releases ...];
+2. one MIN over what differs by rank in things that all ranks have alike: of each prefetch its
+   completed tokens, whether its I/O is over, and the verdict to stop it (negated, so that one
+   rank's yes counts), of each backup that is about to be drained the tokens written. Left out when
+   there is nothing of the kind; the length follows from replicated state alone.
+3. exactly those numbers are processed, in this order: writes, loads, hits, prefetches that ended,
+   backup acks, releases.
+
+Stopping a prefetch takes two ticks where there are several ranks: one decides and freezes, the next
+takes the smallest frozen progress.
+
+**Pages of storage operations** stay theirs until the operation itself is over, also across a reset:
+``controller.reset`` keeps them out of the free list and they come back through the release queue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
+from sglang.srt.mem_cache.hicache_prefetch import HiCachePrefetch
+from sglang.srt.mem_cache.hicache_records import (
+    PREFETCH_POLICIES,
+    WRITE_POLICIES,
+    BackupEntry,
+    PrefetchEntry,
+)
+from sglang.srt.mem_cache.hicache_tiers import split_in
+from sglang.srt.mem_cache.storage.extra_config import ExtraConfig, parse_extra_config
+from sglang.srt.mem_cache.storage_control import StorageControlQueues, TickCounts
+from sglang.srt.mem_cache.storage_threads import StorageOperation
+from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchProgress:
+    """Of one prefetch: tokens that every rank has, every rank's I/O is over, some rank stops it."""
+
+    entry: PrefetchEntry
+    completed_tokens: int
+    all_done: bool
+    some_rank_stops: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TickProgress:
+    """What ranks agreed on in the second step of a tick, in the order of the tables.
+
+    ``written_tokens``: of each backup ack that this tick drains.
+    """
+
+    prefetches: list[PrefetchProgress]
+    written_tokens: list[int]
+
+
+class HiCacheTreeBase(HiCachePrefetch):
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        components: Sequence[ComponentType] = (ComponentType.FULL,),
+    ) -> None:
+        super().__init__(params, components)
+        self.ongoing_backup: dict[int, BackupEntry] = {}
+        self._orphaned_backups: set[int] = set()  # of nodes that a reset has forgotten
+        if params.hicache is None:
+            return
+        _check_policies(params.hicache.write_policy, params.hicache.prefetch_policy)
+        self._control_queues = self._make_control_queues()
+        if params.hicache.storage_backend is not None:
+            success, message = self.attach_storage_backend(
+                storage_backend=params.hicache.storage_backend,
+                storage_backend_extra_config_json=params.hicache.storage_extra_config,
+            )
+            if not success:
+                raise ValueError(message)
+
+    def _make_control_queues(self) -> StorageControlQueues:
+        controller = self.cache_controller
+        min_reduce = self.hicache.min_reduce
+        return StorageControlQueues(
+            hit=controller.prefetch_hit_queue,
+            backup=controller.ack_backup_queue,
+            release=controller.host_mem_release_queue,
+            extra_release=tuple(controller.extra_host_mem_release_queues.values()),
+            world_size=1 if min_reduce is None else 2,
+            min_reduce=min_reduce,
+        )
+
+    @property
+    def enable_storage(self) -> bool:
+        """See ``HiCachePrefetch``."""
+        return self._controller is not None and self._controller.enable_storage
+
+    def storage_backend_name(self) -> str | None:
+        """See ``BasePrefixCache``."""
+        if not self.enable_storage:
+            return None
+        return type(self.cache_controller.storage_backend).__name__
+
+    def has_pending_transfers(self) -> bool:
+        """See ``BasePrefixCache``."""
+        return bool(
+            self.has_pending_copies()
+            or self.ongoing_prefetch
+            or self.ongoing_backup
+            or self._orphaned_backups
+        )
+
+    # -- the tick ----------------------------------------------------------------------------------
+
+    def check_hicache_events(self) -> None:
+        """See ``BasePrefixCache`` and the module docstring. Collective."""
+        if self._controller is None:
+            return
+        self._controller.start_writing()
+        counts = self._sync_hicache_ready_counts()
+        progress = self._sync_progress(counts)
+        self.writing_check(counts.write_acks)
+        self.loading_check(counts.load_acks)
+        self._drain_storage_control_queues_impl(counts, progress)
+
+    def _sync_hicache_ready_counts(self) -> TickCounts:
+        """Agree on how much every rank can process now. Collective."""
+        controller = self.cache_controller
+        return self._control_queues.sync(controller.num_done_writes(), controller.num_done_loads())
+
+    def _sync_progress(self, counts: TickCounts) -> TickProgress:
+        """Agree on prefetches under way and on what backups wrote. Collective if there are any."""
+        entries = self._progress_table()
+        operations = [entry.operation for entry in entries]
+        backups = _peek(self.cache_controller.ack_backup_queue, counts.backups)
+        vector = [
+            *(operation.completed_tokens for operation in operations),
+            *(int(operation.is_done) for operation in operations),
+            *(-int(self._is_overdue(entry)) for entry in entries),
+            *(operation.completed_tokens for operation in backups),
+        ]
+        min_reduce = self.hicache.min_reduce
+        if vector and min_reduce is not None:
+            vector = min_reduce(vector)
+        num = len(entries)
+        rows = zip(entries, vector[:num], vector[num : 2 * num], vector[2 * num : 3 * num])
+        return TickProgress(
+            prefetches=[
+                PrefetchProgress(
+                    entry=entry,
+                    completed_tokens=completed,
+                    all_done=done > 0,
+                    some_rank_stops=stop < 0,
+                )
+                for entry, completed, done, stop in rows
+            ],
+            written_tokens=vector[3 * num :],
+        )
+
+    def _progress_table(self) -> list[PrefetchEntry]:
+        """Return the prefetches to agree on: those that read, and under a clock also the others."""
+        watches_clock = self.prefetch_stop_policy != "best_effort"
+        return [
+            entry for entry in self.ongoing_prefetch.values() if entry.is_allocated or watches_clock
+        ]
+
+    def drain_storage_control_queues(self) -> None:
+        """Agree on the storage queues alone and process them. Collective."""
+        if self._controller is None:
+            return
+        counts = self._control_queues.sync(0, 0)
+        self._drain_storage_control_queues_impl(counts, self._sync_progress(counts))
+
+    def drain_storage_control_queues_local(self) -> None:
+        """Process what is here without asking other ranks; allocates nothing (detach, exit)."""
+        self._drain_storage_control_queues_impl(None, None)
+
+    def _drain_storage_control_queues_impl(
+        self, counts: TickCounts | None, progress: TickProgress | None
+    ) -> None:
+        """Process hits, prefetches that ended, backup acks, releases: exactly ``counts``.
+
+        None: all that is here, no hits; backups count as not written, on every rank alike.
+        """
+        written = iter([] if progress is None else progress.written_tokens)
+
+        def on_backup(operation: StorageOperation) -> None:
+            self._settle_backup(operation, next(written, 0))
+
+        if counts is not None and progress is not None:
+            hits = TickCounts(hits=counts.hits, extra_releases=(0,) * len(counts.extra_releases))
+            self._drain(hits, on_backup)
+            self._settle_prefetches(progress)
+            counts = replace(counts, hits=0)
+        self._drain(counts, on_backup)
+
+    def _drain(
+        self, counts: TickCounts | None, on_backup: Callable[[StorageOperation], None]
+    ) -> None:
+        self._control_queues.drain(
+            counts,
+            on_hit=self._drain_and_alloc_storage_hit,
+            on_backup=on_backup,
+            on_release=self._on_release,
+            on_extra_release=self._on_extra_release,
+        )
+
+    def _on_release(self, host_indices: torch.Tensor) -> None:
+        self.cache_controller.mem_pool_host.free(host_indices)
+        self._num_returning_pages -= len(host_indices) // self.page_size
+
+    def _on_extra_release(self, index: int, host_indices: torch.Tensor) -> None:
+        name = list(self.cache_controller.extra_host_mem_release_queues)[index]
+        self.cache_controller.host_pools.free({name: host_indices})
+
+    def _settle_prefetches(self, progress: TickProgress) -> None:
+        for seen in progress.prefetches:
+            rid = seen.entry.operation.request_id
+            entry = self.ongoing_prefetch.get(rid)
+            if entry is None or entry.attempt != seen.entry.attempt:
+                continue  # ended by a hit of this tick
+            if entry.is_stopping or seen.all_done:
+                self._finish_prefetch(entry, seen.completed_tokens)
+            elif seen.some_rank_stops:
+                self.terminate_prefetch(rid)
+
+    # -- host -> storage ---------------------------------------------------------------------------
+
+    def write_backup_storage(self, node: TreeNode) -> int | None:
+        """Queue the write of a node's host copy to storage; return the operation's id.
+
+        None where nothing is to be written: storage is off or paused, the node is not on the host,
+        is being written, or is of other weights than the present ones. The write begins at the
+        first page that storage is not known to hold.
+        """
+        host_value = node.host_value
+        if not self.enable_storage or host_value is None or node.storage_op_id is not None:
+            return None
+        if node.write_through_pending_id is not None:
+            return None  # follows when the bytes are there
+        if self._storage_is_paused or not self._is_current(node):
+            return None
+        hashes = self.page_hashes(node)
+        first_page = node.unstored_from or 0
+        prefix_keys = None
+        if self.storage_options.hicache_storage_pass_prefix_keys:
+            before = self.path_hashes(node)
+            prefix_keys = tuple(before[: len(before) - len(hashes) + first_page])
+        op_id = self.cache_controller.write_storage(
+            host_value[first_page * self.page_size :], hashes[first_page:], prefix_keys
+        )
+        self.ongoing_backup[op_id] = BackupEntry(
+            nodes=(node,),
+            num_pages=len(hashes) - first_page,
+            host_lock=self._take_host_lock(node),
+        )
+        node.storage_op_id = op_id
+        node.unstored_from = None  # set meanwhile: storage has lost what it had
+        return op_id
+
+    def _settle_backup(self, operation: StorageOperation, written_tokens: int) -> None:
+        """Note what one write has achieved; what is missing is written at the node's next hit."""
+        entry = self.ongoing_backup.pop(operation.id, None)
+        if entry is None:
+            self._orphaned_backups.discard(operation.id)
+            return
+        self._end_backup(entry, written_tokens)
+        self.hicache.metrics("backuped_tokens", written_tokens)
+
+    def _end_backup(self, entry: BackupEntry, written_tokens: int) -> None:
+        self._return_host_lock(entry.host_lock)
+        pages_of = [len(node.key) // self.page_size for node in entry.nodes]
+        # Pages of all nodes: [0, before) were there, [before, stored) have been written.
+        before = sum(pages_of) - entry.num_pages
+        stored = before + written_tokens // self.page_size
+        start = 0
+        for node, num_pages in zip(entry.nodes, pages_of):
+            node.storage_op_id = None
+            first_missing = min(max(stored - start, 0), node.unstored_from or num_pages)
+            if node.unstored_from != 0:
+                node.unstored_from = first_missing if first_missing < num_pages else None
+            start += num_pages
+
+    def _on_split(self, upper: TreeNode, lower: TreeNode) -> None:
+        super()._on_split(upper, lower)
+        upper.storage_op_id = lower.storage_op_id
+        if lower.storage_op_id is not None:
+            entry = self.ongoing_backup[lower.storage_op_id]
+            self.ongoing_backup[lower.storage_op_id] = replace(
+                entry, nodes=split_in(entry.nodes, upper, lower)
+            )
+        if lower.unstored_from is not None:
+            num_upper = len(upper.key) // self.page_size
+            first = lower.unstored_from
+            upper.unstored_from = first if first < num_upper else None
+            lower.unstored_from = max(first - num_upper, 0)
+
+    def _mark_unstored(self) -> None:
+        """Storage holds nothing that the tree knows of: what is hit again is written again."""
+        for node in self.iter_nodes():
+            if node.backuped:
+                node.unstored_from = 0
+
+    # -- attach, detach, clear ---------------------------------------------------------------------
+
+    def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
+        """Attach storage, or change the policies where the same backend is attached already.
+
+        ``storage_backend``, ``storage_backend_extra_config_json`` (text or ``@file``),
+        ``hicache_storage_prefetch_policy``, ``hicache_write_policy``; ``served_model_name`` is
+        taken from the cache identity instead. The caller makes sure that nothing runs. Returns
+        (success, message); nothing has changed where it fails.
+        """
+        if self._controller is None:
+            return super().attach_storage_backend(**config)
+        controller = self.cache_controller
+        backend = config["storage_backend"]
+        write_policy = config.get("hicache_write_policy") or self.write_policy
+        prefetch_policy = config.get("hicache_storage_prefetch_policy") or self.prefetch_stop_policy
+        try:
+            _check_policies(write_policy, prefetch_policy)
+            if self.enable_storage and controller.storage_backend_type != backend:
+                raise ValueError(
+                    f"Storage backend {controller.storage_backend_type} is attached; detach it "
+                    f"before {backend} is."
+                )
+            if not self.enable_storage:
+                text = config.get("storage_backend_extra_config_json")
+                self._attach(backend, self._parse_storage_backend_extra_config(text))
+        except Exception as error:  # noqa: BLE001 - a backend may raise anything; the server goes on
+            logger.warning("Storage backend %s not attached: %r", backend, error)
+            return False, str(error) or repr(error)
+        self._apply_storage_runtime_config(write_policy, prefetch_policy)
+        return True, f"storage backend {backend} attached"
+
+    def _attach(self, backend: str, config: ExtraConfig) -> None:
+        self.flush_write_through_acks()
+        self.cache_controller.attach_storage_backend(
+            backend=backend,
+            extra_config=config.backend,
+            prefetch_threshold=config.options.prefetch_threshold,
+            seed_fn=self._hash_seed,
+        )
+        self.storage_options = config.options
+        self._control_queues = self._make_control_queues()
+        # Chains begin at the root, whatever was made while there was no storage.
+        for node in self._nodes_to_hash():
+            self.page_hashes(node)
+        self._mark_unstored()
+
+    def _apply_storage_runtime_config(self, write_policy: str, prefetch_policy: str) -> None:
+        """Change the policies. All of them keep what is on the host a prefix (see the check)."""
+        _check_policies(write_policy, prefetch_policy)
+        if self.write_policy == "write_back" and write_policy != "write_back":
+            self._check_host_prefixes()
+        self.write_policy = write_policy
+        self.prefetch_stop_policy = prefetch_policy
+
+    def _parse_storage_backend_extra_config(self, text: str | None) -> ExtraConfig:
+        """Split a configuration into the tree's part and the backend's. Raises ValueError."""
+        return parse_extra_config(text, self.default_storage_options)
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """See ``BasePrefixCache``; idempotent. What is queued is settled or given up."""
+        if self._controller is None:
+            return super().detach_storage_backend()
+        self.flush_write_through_acks()
+        self._abort_all_prefetches()
+        self.drain_storage_control_queues_local()
+        try:
+            self._controller.detach_storage_backend()
+        except Exception as error:  # noqa: BLE001 - the message goes to the operator
+            logger.warning("Storage not detached: %r", error)
+            return False, str(error) or repr(error)
+        self.drain_storage_control_queues_local()
+        self._force_release_pending_storage_ops()
+        return True, "storage backend detached"
+
+    def _force_release_pending_storage_ops(self) -> None:
+        """Give up what no thread will answer any more; the threads are dead.
+
+        Of a prefetch only [0, completed) is taken: the rest is in the release queue already.
+        """
+        self._abort_all_prefetches()
+        for entry in self.ongoing_backup.values():
+            self._end_backup(entry, 0)
+        self.ongoing_backup.clear()
+        self._orphaned_backups.clear()
+        self.drain_storage_control_queues_local()
+
+    def clear_storage_backend(self) -> bool:
+        """See ``BasePrefixCache``; queued writes are dropped first, so no page comes back."""
+        if self._controller is None or not self.enable_storage:
+            return False
+        cleared = self._controller.clear_storage_backend()
+        # Writes that were under way or dropped settle at a tick and mark their nodes themselves.
+        self._mark_unstored()
+        return cleared
+
+    def shutdown(self) -> None:
+        """See ``BasePrefixCache``."""
+        if self._controller is not None:
+            self._controller.shutdown()
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def prepare_weights_update(self) -> None:
+        """Let nothing of the present weights go to or come from storage any more.
+
+        Ends prefetches, drops queued backups and waits for the one being written (at most for the
+        controller's join timeout). Copies between device and host go on. Every rank calls it at the
+        same point of its loop; no collective.
+        """
+        if self._controller is None:
+            return
+        self._storage_is_paused = True
+        self._abort_all_prefetches()
+        self._controller.discard_queued_backups()
+
+    def finish_weights_update(self, fingerprint: str | None) -> None:
+        """Go on under the new weights, or the old ones where the update failed."""
+        self._storage_is_paused = False
+        self.set_weights_fingerprint(fingerprint)
+
+    def set_weights_fingerprint(self, fingerprint: str | None) -> None:
+        """See ``BasePrefixCache``. Nodes of other weights are never written to storage."""
+        if fingerprint != self.weights_fingerprint:
+            self._abort_all_prefetches()
+        super().set_weights_fingerprint(fingerprint)
+
+    # -- reset -------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Empty device and host; what is being written to storage goes on and loses nothing.
+
+        Waits for copies between device and host, never for storage. The caller clears allocator
+        and request table.
+        """
+        if self._controller is not None:
+            self.flush_write_through_acks()
+            self._abort_all_prefetches()
+            for entry in self.ongoing_backup.values():
+                self._num_returning_pages += entry.num_pages
+            self._orphaned_backups |= self.ongoing_backup.keys()
+            self.ongoing_backup.clear()
+            self._controller.reset()
+            self.ongoing_write_through.clear()
+            self.ongoing_load_back.clear()
+            self.prefetch_loaded_tokens_by_reqid.clear()
+            self._host_leaves.clear()
+        super().reset()
+
+    # -- self-check --------------------------------------------------------------------------------
+
+    def check_invariants(self, num_private_slots: int | None = None) -> None:
+        """See ``BasePrefixCache``; with the tiers' invariants and the equation of the host pool."""
+        super().check_invariants(num_private_slots)
+        if self._controller is None:
+            return
+        nodes = list(self.iter_nodes())
+        self._check_host_prefixes()
+        self._check_pending(nodes)
+        self._check_host_locks(nodes)
+        leaves = {node for node in nodes if self._is_host_leaf(node)}
+        if leaves != self.evictable_host_leaves:
+            raise InvariantError(
+                f"host leaf set differs in {sorted(leaves ^ self.evictable_host_leaves)}"
+            )
+        self._check_host_slots(nodes)
+        occupied = sum(entry.num_tokens for entry in self.ongoing_prefetch.values())
+        if occupied != self.prefetch_tokens_occupied:
+            raise InvariantError(f"occupied {self.prefetch_tokens_occupied}, under way {occupied}")
+
+    def _check_host_prefixes(self) -> None:
+        """What is on the host begins at the root."""
+        for node in self.iter_nodes():
+            if node.backuped and node.parent is not None and not node.parent.backuped:
+                raise InvariantError(f"{node!r} is on the host below {node.parent!r}, which is not")
+
+    def _check_pending(self, nodes: list[TreeNode]) -> None:
+        """Marks of nodes and tables agree; what is being copied is locked on the device."""
+        for node in nodes:
+            write_id, op_id = node.write_through_pending_id, node.storage_op_id
+            if write_id is not None and node not in self.ongoing_write_through[write_id].nodes:
+                raise InvariantError(f"{node!r} is not part of the copy {write_id}")
+            if write_id is not None and node.lock_ref == 0:
+                raise InvariantError(f"{node!r} is being copied and not locked")
+            if op_id is not None and node not in self.ongoing_backup[op_id].nodes:
+                raise InvariantError(f"{node!r} is not part of the write {op_id}")
+            if node.unstored_from is not None and not (
+                0 <= node.unstored_from < len(node.key) // self.page_size
+            ):
+                raise InvariantError(f"{node!r} is to be written from page {node.unstored_from}")
+        for load in self.ongoing_load_back.values():
+            if load.node.lock_ref == 0:
+                raise InvariantError(f"{load.node!r} is being loaded and not locked")
+        marked = sum(node.write_through_pending_id is not None for node in nodes)
+        covered = sum(len(entry.nodes) for entry in self.ongoing_write_through.values())
+        if marked != covered:
+            raise InvariantError(f"{marked} nodes are marked as being copied, {covered} are")
+
+    def _check_host_locks(self, nodes: list[TreeNode]) -> None:
+        locks = [entry.host_lock for entry in self.ongoing_backup.values()]
+        locks += [entry.host_lock for entry in self.ongoing_load_back.values()]
+        locks += [entry.anchor for entry in self.ongoing_prefetch.values()]
+        held = Counter((lock.node.id, kind) for lock in locks for kind in lock.taken)
+        for node in nodes:
+            for kind in self.components:
+                if node.data[kind].host_lock_ref != held[node.id, kind]:
+                    raise InvariantError(
+                        f"{node!r} has host_lock_ref {node.data[kind].host_lock_ref} in {kind!r}, "
+                        f"held by {held[node.id, kind]}"
+                    )
+
+    def _check_host_slots(self, nodes: list[TreeNode]) -> None:
+        """No host slot is in two places, and every one is in one."""
+        pool = self.cache_controller.mem_pool_host
+        values = [node.host_value for node in nodes if node.host_value is not None]
+        values += [
+            entry.operation.host_indices
+            for entry in self.ongoing_prefetch.values()
+            if entry.operation.host_indices is not None
+        ]
+        slots = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
+        if len(np.unique(slots.numpy())) != len(slots):
+            raise InvariantError("a host slot is in two places")
+        in_tree = sum(len(node.host_value) for node in nodes if node.host_value is not None)
+        if pool.is_free(slots[:in_tree]).any():
+            raise InvariantError("host slots of the tree are free")
+        returning = self._num_returning_pages * self.page_size
+        available = pool.available_size()
+        if available + len(slots) + returning != pool.size:
+            raise InvariantError(
+                f"host: free {available} + tree and prefetches {len(slots)} + returning "
+                f"{returning} != size {pool.size}"
+            )
+
+
+def _check_policies(write_policy: str, prefetch_policy: str) -> None:
+    if write_policy not in WRITE_POLICIES:
+        raise ValueError(f"write policy {write_policy!r} is none of {', '.join(WRITE_POLICIES)}")
+    if prefetch_policy not in PREFETCH_POLICIES:
+        raise ValueError(
+            f"prefetch policy {prefetch_policy!r} is none of {', '.join(PREFETCH_POLICIES)}"
+        )
+
+
+def _peek(items: Queue[StorageOperation], count: int) -> list[StorageOperation]:
+    with items.mutex:
+        return list(islice(items.queue, count))

@@ -1,0 +1,335 @@
+"""Life of the fetches storage -> host: ask, decide on the hit, stop, insert, abort.
+
+Owns the table of prefetches, their capacity, and when one ends. Does not own the queries and reads
+(``managers/cache_controller.py``), the order of the tick (``hicache_base.py``) nor the copies
+between host and device (``hicache_tiers.py``). Scheduler thread only; no collective.
+
+One prefetch:
+
+    asked for -> queried -> hit drained -> allocated -> reading -> taken at a tick -> in the tree
+        \\__________\\___________\\__ revoked            \\________ aborted
+
+Host pages of a prefetch, and who frees them; [0, usable) is what all ranks have:
+
+    [0, usable)         the tree's; those of tokens that the tree has already are freed at once
+    [usable, completed) this thread puts them into the release queue
+    [completed, end)    the I/O side puts them into the release queue after its last touch
+
+Pages go through the release queue one an item, so that ranks whose reads got differently far free
+the same number at the same tick. Entries are (request, attempt): results of an earlier attempt of
+the same request find no entry.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
+from sglang.srt.mem_cache.hicache_records import (
+    FetchedSpan,
+    PrefetchEntry,
+)
+from sglang.srt.mem_cache.hicache_tiers import HiCacheTiers
+from sglang.srt.mem_cache.page_key import TOKEN_BYTES, PageHash, RadixKey, TokenIds, pack_tokens
+from sglang.srt.mem_cache.storage.extra_config import PrefetchOptions
+from sglang.srt.mem_cache.storage_threads import PrefetchOperation
+from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
+
+logger = logging.getLogger(__name__)
+
+
+class HiCachePrefetch(HiCacheTiers):
+    """The tree with a host tier that storage fills."""
+
+    default_storage_options: ClassVar[PrefetchOptions] = PrefetchOptions()
+
+    def __init__(
+        self,
+        params: CacheInitParams,
+        components: Sequence[ComponentType] = (ComponentType.FULL,),
+    ) -> None:
+        super().__init__(params, components)
+        self.prefetch_stop_policy = (
+            "best_effort" if params.hicache is None else params.hicache.prefetch_policy
+        )
+        self.storage_options = self.default_storage_options
+        self.ongoing_prefetch: dict[str, PrefetchEntry] = {}
+        self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
+        self._num_attempts = 0
+        # Pages that have left a table of this thread and are to come back through the release
+        # queue, less those that came back; below 0 when they come back first.
+        self._num_returning_pages = 0
+        self._storage_is_paused = False  # a weight update is under way
+
+    @property
+    @abstractmethod
+    def enable_storage(self) -> bool:
+        """Whether a storage backend is attached."""
+
+    @property
+    def prefetch_threshold(self) -> int:
+        """Tokens below which a hit is not fetched."""
+        return self.storage_options.prefetch_threshold
+
+    @property
+    def prefetch_capacity_limit(self) -> int:
+        """Tokens that may be asked for at a time: a share of the host pool, whatever its size."""
+        return self.cache_controller.prefetch_capacity_limit
+
+    @property
+    def prefetch_tokens_occupied(self) -> int:
+        """Tokens that the prefetches under way have asked for."""
+        return self.cache_controller.prefetch_tokens_occupied
+
+    def prefetch_rate_limited(self) -> bool:
+        """Whether enough is being fetched already."""
+        return self.cache_controller.prefetch_rate_limited()
+
+    def prefetch_timeout_s(self, num_tokens: int) -> float:
+        """Return the seconds that a prefetch of so many tokens may take under ``timeout``."""
+        options = self.storage_options
+        allowed = options.prefetch_timeout_base
+        allowed += options.prefetch_timeout_per_ki_token * num_tokens / 1024
+        return min(options.prefetch_timeout_max, allowed)
+
+    # -- begin -------------------------------------------------------------------------------------
+
+    def prefetch_from_storage(
+        self,
+        rid: str,
+        last_host_node: TreeNode | None,
+        new_input_tokens: TokenIds,
+        last_hash: PageHash | None = None,
+        prefix_keys: list[PageHash] | None = None,
+        *,
+        extra_key: str | None = None,
+        matched_node: TreeNode | None = None,
+    ) -> None:
+        """Begin to fetch what continues the match of a request.
+
+        ``new_input_tokens`` (raw) begin where the match ended and end where the key of the match
+        does, so that nothing is fetched that could not be matched. ``matched_node``: where the
+        match ended (``best_match_node``); without it the tokens continue ``last_host_node``. Where
+        that node is not on the host, the fetch begins at the deepest one above it that is, and
+        the pages in between become the host copies of what only the device has. So ``last_hash``
+        and ``prefix_keys`` are computed here: they belong to where the fetch begins.
+        ``extra_key``: the request's namespace; the root has none to offer.
+
+        Does nothing where storage is off or paused, the tokens are fewer than the threshold or
+        enough is being fetched. An earlier attempt of the same request is given up.
+        """
+        if not self.enable_storage or self._storage_is_paused:
+            return
+        self.release_aborted_request(rid)
+        anchor = matched_node or last_host_node or self.root_node
+        unsaved: list[TreeNode] = []
+        while not anchor.backuped and anchor.parent is not None:
+            unsaved.append(anchor)
+            anchor = anchor.parent
+        # A node's raw tokens, in bigram mode without the one that the next node repeats.
+        raw = b"".join(node.key.raw[: len(node.key) * TOKEN_BYTES] for node in reversed(unsaved))
+        key = self.make_key(raw + pack_tokens(new_input_tokens), extra_key)
+        key = key.page_aligned(self.page_size)
+        if anchor is not self.root_node and anchor.key.namespace != key.namespace:
+            return
+        if len(key) < max(self.prefetch_threshold, 1) or self.prefetch_rate_limited():
+            return
+        self._begin_prefetch(rid, anchor, key)
+
+    def _begin_prefetch(self, rid: str, anchor: TreeNode, key: RadixKey) -> None:
+        hashes_before = self.page_hashes(anchor)
+        prefix_keys = None
+        if self.storage_options.hicache_storage_pass_prefix_keys:
+            prefix_keys = tuple(self.path_hashes(anchor))
+        self._num_attempts += 1
+        operation = self.cache_controller.prefetch(
+            rid,
+            self._num_attempts,
+            key,
+            hashes_before[-1] if hashes_before else None,
+            prefix_keys,
+        )
+        self.cache_controller.prefetch_tokens_occupied += len(key)
+        self.ongoing_prefetch[rid] = PrefetchEntry(
+            operation=operation,
+            attempt=self._num_attempts,
+            anchor=self._take_host_lock(anchor),
+            key=key,
+            num_tokens=len(key),
+            start_time=self.hicache.clock(),
+        )
+
+    def path_hashes(self, node: TreeNode) -> list[PageHash]:
+        """Return the hashes of all pages from the root to the end of ``node``."""
+        path: list[TreeNode] = []
+        current = node
+        while current.parent is not None:
+            path.append(current)
+            current = current.parent
+        return [page_hash for part in reversed(path) for page_hash in self.page_hashes(part)]
+
+    # -- the hit -----------------------------------------------------------------------------------
+
+    def _drain_and_alloc_storage_hit(self, operation: PrefetchOperation) -> None:
+        """Decide on one query's result: host pages for what was found, or nothing."""
+        entry = self.ongoing_prefetch.get(operation.request_id)
+        if entry is None or entry.attempt != operation.attempt:
+            return  # given up meanwhile, perhaps for a later attempt of the same request
+        num_hit = operation.storage_hit_count
+        if operation.is_terminated:
+            self._revoke_pending_prefetch(entry)
+            return
+        if num_hit < max(self.prefetch_threshold, 1):
+            logger.debug(
+                "Prefetch of %s revoked: %d tokens in storage, threshold %d",
+                operation.request_id,
+                num_hit,
+                self.prefetch_threshold,
+            )
+            self._revoke_pending_prefetch(entry)
+            return
+        host_indices = self._alloc_hit(num_hit)
+        if host_indices is None:
+            logger.debug("Prefetch of %s revoked: no room on the host", operation.request_id)
+            self._revoke_pending_prefetch(entry)
+            return
+        operation.storage_hit_count = len(host_indices)
+        operation.hash_value = operation.hash_value[: len(host_indices) // self.page_size]
+        operation.host_indices = host_indices
+        self.cache_controller.prefetch_buffer.put(operation)
+
+    def _alloc_hit(self, num_hit: int) -> torch.Tensor | None:
+        """Take host slots for a hit, or the longest part of it that has room and is worth it."""
+        pool = self.cache_controller.mem_pool_host
+        host_indices = pool.alloc(num_hit)
+        if host_indices is None:
+            self.evict_host(num_hit - pool.available_size())
+            host_indices = pool.alloc(num_hit)
+        if host_indices is None:
+            fits = min(num_hit, pool.available_size()) // self.page_size * self.page_size
+            if fits >= max(self.prefetch_threshold, 1):
+                host_indices = pool.alloc(fits)
+        return host_indices
+
+    def _revoke_pending_prefetch(self, entry: PrefetchEntry) -> None:
+        """End a prefetch that has no host pages yet."""
+        if entry.is_allocated:
+            raise InvariantError(f"prefetch of {entry.operation.request_id} has host pages")
+        entry.operation.terminate()
+        self._release_reservations(entry)
+        self._forget_prefetch(entry)
+
+    def _forget_prefetch(self, entry: PrefetchEntry) -> None:
+        """The one end of every prefetch: anchor, table, capacity."""
+        del self.ongoing_prefetch[entry.operation.request_id]
+        self._return_host_lock(entry.anchor)
+        self.cache_controller.prefetch_tokens_occupied -= entry.num_tokens
+        if self.prefetch_tokens_occupied < 0:
+            raise InvariantError(f"{self.prefetch_tokens_occupied} tokens are being prefetched")
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def can_terminate_prefetch(self, operation: PrefetchOperation) -> bool:
+        """Return whether a prefetch has nothing left to do here, or is overdue by its policy."""
+        entry = self.ongoing_prefetch.get(operation.request_id)
+        if operation.is_done or entry is None or entry.attempt != operation.attempt:
+            return True
+        return self._is_overdue(entry)
+
+    def _is_overdue(self, entry: PrefetchEntry) -> bool:
+        """Whether the policy's clock says stop; best_effort stops when the request is reached."""
+        if self.prefetch_stop_policy == "best_effort":
+            return False
+        allowed_s = self.prefetch_timeout_s(entry.num_tokens)
+        if self.prefetch_stop_policy == "wait_complete":
+            # Storage that hangs must not hold a request for ever.
+            allowed_s += self.storage_options.prefetch_timeout_max
+        return self.hicache.clock() - entry.start_time > allowed_s
+
+    def check_prefetch_progress(self, rid: str) -> bool:
+        """See ``BasePrefixCache``: a look at what was decided; no collective.
+
+        Under best_effort getting here is what stops the prefetch; what it has read by then is taken
+        at the next tick.
+        """
+        entry = self.ongoing_prefetch.get(rid)
+        if entry is None:
+            return True
+        if self.prefetch_stop_policy == "best_effort":
+            self.terminate_prefetch(rid)
+        return rid not in self.ongoing_prefetch
+
+    def terminate_prefetch(self, rid: str) -> None:
+        """See ``BasePrefixCache``. One without host pages is over; else the next tick takes it."""
+        entry = self.ongoing_prefetch.get(rid)
+        if entry is None:
+            return
+        if not entry.is_allocated:
+            self._revoke_pending_prefetch(entry)
+        elif not entry.is_stopping:
+            completed = entry.operation.terminate()
+            self.ongoing_prefetch[rid] = replace(entry, is_stopping=True)
+            if self.hicache.min_reduce is None:
+                self._finish_prefetch(entry, completed)  # nobody to agree with
+
+    def _finish_prefetch(self, entry: PrefetchEntry, num_usable: int) -> None:
+        """Insert what every rank has of a prefetch and end it."""
+        operation = entry.operation
+        host_indices = operation.host_indices
+        if host_indices is None:
+            raise InvariantError(f"prefetch of {operation.request_id} has no host pages")
+        completed = operation.terminate()
+        usable = num_usable // self.page_size * self.page_size
+        if entry.key.weights_fingerprint != self.weights_fingerprint:
+            usable = 0  # nobody can match it any more
+        num_loaded = 0
+        if usable:
+            span = FetchedSpan(
+                key=entry.key[:usable],
+                host_indices=host_indices[:usable],
+                hashes=operation.hash_value[: usable // self.page_size],
+            )
+            num_loaded = self._insert_fetched(entry.anchor.node, span)
+        self._queue_release(host_indices[usable:completed])
+        self._num_returning_pages += (len(host_indices) - usable) // self.page_size
+        rid = operation.request_id
+        self._forget_prefetch(entry)
+        self.prefetch_loaded_tokens_by_reqid[rid] = num_loaded
+        self.hicache.metrics("prefetched_tokens", num_loaded)
+
+    def _queue_release(self, host_indices: torch.Tensor) -> None:
+        """Put host pages into the release queue, one an item."""
+        for page in host_indices.split(self.page_size):
+            if len(page):
+                self.cache_controller.host_mem_release_queue.put(page)
+
+    def pop_prefetch_loaded_tokens(self, rid: str) -> int:
+        """See ``BasePrefixCache``."""
+        return self.prefetch_loaded_tokens_by_reqid.pop(rid, 0)
+
+    def release_aborted_request(self, rid: str) -> None:
+        """See ``BasePrefixCache``; idempotent."""
+        self.prefetch_loaded_tokens_by_reqid.pop(rid, None)
+        entry = self.ongoing_prefetch.get(rid)
+        if entry is not None:
+            self._abort_prefetch(entry)
+
+    def _abort_prefetch(self, entry: PrefetchEntry) -> None:
+        host_indices = entry.operation.host_indices
+        if host_indices is None:
+            self._revoke_pending_prefetch(entry)
+            return
+        self._queue_release(host_indices[: entry.operation.terminate()])
+        self._num_returning_pages += len(host_indices) // self.page_size
+        self._release_reservations(entry)
+        self._forget_prefetch(entry)
+
+    def _abort_all_prefetches(self) -> None:
+        for entry in list(self.ongoing_prefetch.values()):
+            self._abort_prefetch(entry)

@@ -1,0 +1,554 @@
+"""Host memory of the hierarchical cache (L2): pools, their layouts and what travels together.
+
+Owns host buffers, their free lists, and the group of pools that one copy covers. Does not decide
+what is copied (``cache_controller.py``), how bytes move (``host_copy.py``) nor which tokens a page
+belongs to (the trees). Free lists are mutated by the scheduler thread only; buffers are read and
+written by copy streams and by storage threads, each page by one owner at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.host_copy import Copier, PageMap, Side, make_copier, pages_of
+from sglang.srt.mem_cache.host_memory import HostMemory
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class HostKVCache(ABC):
+    """Pages of one device pool in host memory: the slots, and what a pool can do with them.
+
+    Slots are numbered ``0 .. size-1`` in pages of ``page_size``; a page keeps its slots together
+    and in order. Freed pages are reused first-in first-out, in the same order on every rank.
+    """
+
+    def __init__(
+        self, *, device_pool: KVCache, num_tokens: int, page_size: int, layout: str
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"unknown host layout {layout!r}; there are {', '.join(LAYOUTS)}")
+        if num_tokens < page_size or num_tokens % page_size:
+            raise ValueError(f"{num_tokens} slots are not whole pages of {page_size}")
+        self.device_pool = device_pool
+        self.size = num_tokens
+        self.page_size = page_size
+        self.page_num = num_tokens // page_size
+        self.layout = layout
+        self.dtype: torch.dtype = device_pool.dtype
+        self.layer_num: int = device_pool.layer_num
+        self.bytes_per_page = 0  # set by the subclass
+        self._ring = np.empty(self.page_num, dtype=np.int64)  # free pages, oldest first
+        self._is_free = np.empty(self.page_num, dtype=np.bool_)
+        self._head = 0
+        self._num_free_pages = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Take back every slot."""
+        self._ring[:] = np.arange(self.page_num)
+        self._is_free[:] = True
+        self._head = 0
+        self._num_free_pages = self.page_num
+
+    def available_size(self) -> int:
+        """Return free slots."""
+        return self._num_free_pages * self.page_size
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Take slots (whole pages): int64 [need_size], CPU, the caller's own; None if too many.
+
+        Raises ValueError unless ``need_size`` is a multiple of the page size.
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise ValueError(f"{need_size} slots are not whole pages of {self.page_size}")
+        count = need_size // self.page_size
+        if count > self._num_free_pages:
+            return None
+        places = np.arange(self._head, self._head + count) % self.page_num
+        pages = self._ring[places]
+        self._is_free[pages] = False
+        self._head = (self._head + count) % self.page_num
+        self._num_free_pages -= count
+        slots = pages[:, None] * self.page_size + np.arange(self.page_size)
+        return torch.from_numpy(slots.reshape(-1))
+
+    def free(self, indices: torch.Tensor) -> int:
+        """Give slots (whole pages) back; returns how many.
+
+        Raises RuntimeError when a page is free already, is named twice or does not exist, and
+        ValueError when slots are not whole pages; nothing is freed then.
+        """
+        pages = pages_of(indices, self.page_size)
+        if len(pages) == 0:
+            return 0
+        if pages.min() < 0 or pages.max() >= self.page_num:
+            raise RuntimeError(f"host pages {pages.min()}..{pages.max()} of {self.page_num}")
+        is_free = self._is_free[pages]
+        self._is_free[pages] = True
+        if is_free.any() or len(np.unique(pages)) != len(pages):
+            self._is_free[pages[~is_free]] = False
+            raise RuntimeError(f"host pages freed twice: among {pages[:16].tolist()}")
+        tail = self._head + self._num_free_pages
+        self._ring[np.arange(tail, tail + len(pages)) % self.page_num] = pages
+        self._num_free_pages += len(pages)
+        return indices.numel()
+
+    def is_free(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return bool [n] from the allocated bitmap."""
+        return torch.from_numpy(self._is_free[indices.numpy() // self.page_size])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one slot over all layers."""
+        return self.bytes_per_page // self.page_size
+
+    @abstractmethod
+    def backup_from_device_all_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> None:
+        """Copy all layers device -> host on the current stream.
+
+        Indices are int64 [n] CPU, whole pages. ``io_backend``: ``kernel`` | ``direct``. Raises
+        ValueError for slots that are not whole pages, IndexError for pages outside a pool.
+        """
+
+    @abstractmethod
+    def load_to_device_per_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+    ) -> None:
+        """Copy one local layer host -> device on the current stream; see the backup.
+
+        The layers of one load pass the same two tensors, unchanged in between: what follows from
+        them is worked out once.
+        """
+
+    @abstractmethod
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        """Return the page that begins at slot ``index`` in storage order, of the pool's dtype.
+
+        A view where the layout has the page in one piece (page-first), else a copy. ``flat``:
+        [elements of a page], else the layout's shape of a page.
+        """
+
+    @abstractmethod
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """Return an own flat page to read into."""
+
+    @abstractmethod
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """Write a flat page (any dtype, ``bytes_per_page`` bytes) to the page at slot ``index``."""
+
+    @abstractmethod
+    def page_buffers(self, index: int) -> list[memoryview]:
+        """Return the page's bytes in storage order as writable views into the pool, no copies."""
+
+    @abstractmethod
+    def get_page_buffer_meta(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Return addresses and sizes in bytes of the buffers of these pages, page after page."""
+
+    @abstractmethod
+    def byte_layout_tag(self) -> str:
+        """Name the byte order of a stored page; equal exactly where pages are interchangeable."""
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Unpin and release the memory; idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """A load of which some layers have been copied."""
+
+    device_pool: KVCache
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+    io_backend: str
+    copier: Copier
+
+    def is_of(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> bool:
+        """Whether these very tensors are copied to this pool."""
+        return (
+            self.host_indices is host_indices
+            and self.device_indices is device_indices
+            and self.device_pool is device_pool
+            and self.io_backend == io_backend
+        )
+
+
+class MHATokenToKVPoolHost(HostKVCache):
+    """Host pages of a ``MHATokenToKVPool``; pinned when that lies on a CUDA device.
+
+    Shapes of the buffer (P pages, L layers, H heads, D head size; keys are 0, values 1):
+
+    - ``layer_first``        [2, L, P, page_size, H, D]
+    - ``page_first``         [P, L, 2, page_size, H, D]
+    - ``page_first_direct``  [P, 2, L, page_size, H, D]
+
+    In both page-first layouts a page is one contiguous block; in ``page_first`` so is one layer of
+    a page. A page is stored in the order of its layout without P: pages of ``layer_first`` and of
+    ``page_first_direct`` have the same bytes. Where keys and values differ in head size, the order
+    is the same but the buffer has no such shape.
+    """
+
+    device_pool: MHATokenToKVPool
+
+    def __init__(self, device_pool: MHATokenToKVPool, num_tokens: int, layout: str) -> None:
+        super().__init__(
+            device_pool=device_pool,
+            num_tokens=num_tokens,
+            page_size=device_pool.page_size,
+            layout=layout,
+        )
+        head_bytes = self.page_size * device_pool.head_num * self.dtype.itemsize
+        sides = (head_bytes * device_pool.head_dim, head_bytes * device_pool.v_head_dim)
+        unit = next(size for size in _UNITS if all(side % size == 0 for side in sides))
+        self._unit = _UNITS[unit]
+        self._pieces = tuple(side // unit for side in sides)
+        self.bytes_per_page = self.layer_num * sum(sides)
+        self.memory = HostMemory(
+            self.page_num * self.bytes_per_page, pinned=device_pool.device.type == "cuda"
+        )
+        self._host_sides = self._make_views(self.memory.tensor.view(self._unit))
+        self._load: _Load | None = None  # the one whose layers are being copied
+
+    def _make_views(self, units: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return keys and values [L, P, piece] as views of the buffer."""
+        layers, pages, both = self.layer_num, self.page_num, sum(self._pieces)
+        views = []
+        before = 0  # size of the sides before this one, a page and layer
+        for piece in self._pieces:
+            page_stride = layers * both
+            if self.layout == "layer_first":
+                offset, layer_stride, page_stride = before * layers * pages, pages * piece, piece
+            elif self.layout == "page_first":
+                offset, layer_stride = before, both
+            else:
+                offset, layer_stride = before * layers, piece
+            views.append(
+                units.as_strided((layers, pages, piece), (layer_stride, page_stride, 1), offset)
+            )
+            before += piece
+        return tuple(views)
+
+    def sides(self, device_pool: KVCache) -> list[Side]:
+        """Return keys and values of both tiers as ``make_copier`` wants them."""
+        # Not ``get_key_buffer``: it waits for the very copy that is to be made.
+        assert isinstance(device_pool, MHATokenToKVPool)
+        buffers = (device_pool.k_data, device_pool.v_data)
+        sides = []
+        for host, buffer, piece in zip(self._host_sides, buffers, self._pieces):
+            device = buffer.view(self.layer_num, -1).view(self._unit)
+            sides.append(Side(host=host, device=device.view(self.layer_num, -1, piece)))
+        return sides
+
+    def backup_from_device_all_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        io_backend: str,
+    ) -> None:
+        """See the base class."""
+        page_map = PageMap(host_indices, device_indices, self.page_size)
+        copier = make_copier(self.sides(device_pool), page_map, to_host=True, io_backend=io_backend)
+        copier.copy(range(self.layer_num))
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: KVCache,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+    ) -> None:
+        """See the base class."""
+        if not 0 <= layer_id < self.layer_num:
+            raise IndexError(f"layer {layer_id} of {self.layer_num}")
+        load = self._load
+        if load is None or not load.is_of(device_pool, host_indices, device_indices, io_backend):
+            page_map = PageMap(host_indices, device_indices, self.page_size)
+            copier = make_copier(
+                self.sides(device_pool), page_map, to_host=False, io_backend=io_backend
+            )
+            load = _Load(
+                device_pool=device_pool,
+                host_indices=host_indices,
+                device_indices=device_indices,
+                io_backend=io_backend,
+                copier=copier,
+            )
+        # Not kept beyond its last layer: it holds on to the caller's tensors and the pool.
+        self._load = load if layer_id < self.layer_num - 1 else None
+        load.copier.copy(range(layer_id, layer_id + 1))
+
+    def _page(self, index: int) -> int:
+        page, in_page = divmod(index, self.page_size)
+        if in_page or not 0 <= page < self.page_num:
+            raise IndexError(f"no page of {self.page_size} slots begins at {index} of {self.size}")
+        return page
+
+    def _pieces_of(self, page: int) -> list[torch.Tensor]:
+        """Return the contiguous parts of a page, units, in storage order."""
+        if self.layout != "layer_first":
+            num_units = self.bytes_per_page // self._unit.itemsize
+            return [self.memory.tensor.view(self._unit).view(-1, num_units)[page]]
+        return [side[layer, page] for side in self._host_sides for layer in range(self.layer_num)]
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        """See the base class. Raises ValueError for a shape that unequal head sizes do not have."""
+        pieces = self._pieces_of(self._page(index))
+        page = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.dtype)
+        if flat:
+            return page
+        pool = self.device_pool
+        if pool.head_dim != pool.v_head_dim:
+            raise ValueError("keys and values differ in head size: the page is flat only")
+        outer = (self.layer_num, 2) if self.layout == "page_first" else (2, self.layer_num)
+        return page.view(*outer, self.page_size, pool.head_num, pool.head_dim)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        """See the base class."""
+        return torch.zeros(self.bytes_per_page, dtype=torch.uint8).view(self.dtype)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """See the base class. Raises ValueError for a wrong number of bytes."""
+        if data_page.nbytes != self.bytes_per_page:
+            raise ValueError(f"a page has {self.bytes_per_page} bytes, not {data_page.nbytes}")
+        units = data_page.contiguous().view(-1).view(torch.uint8).view(self._unit)
+        pieces = self._pieces_of(self._page(index))
+        for piece, part in zip(pieces, units.split([piece.numel() for piece in pieces])):
+            piece.copy_(part)
+
+    def page_buffers(self, index: int) -> list[memoryview]:
+        """See the base class: one buffer in the page-first layouts, 2 * L in ``layer_first``."""
+        itemsize = self._unit.itemsize
+        buffers = []
+        for piece in self._pieces_of(self._page(index)):
+            start = piece.storage_offset() * itemsize
+            buffers.append(self.memory.array[start : start + piece.nbytes].data)
+        return buffers
+
+    def get_page_buffer_meta(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """See the base class."""
+        pieces = [
+            piece
+            for page in pages_of(host_indices, self.page_size).tolist()
+            for piece in self._pieces_of(self._page(page * self.page_size))
+        ]
+        return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
+
+    def byte_layout_tag(self) -> str:
+        """See the base class."""
+        pool = self.device_pool
+        order = "layer,kv" if self.layout == "page_first" else "kv,layer"
+        return (
+            f"mha[{order},token,head,dim] layers={self.layer_num} page={self.page_size} "
+            f"heads={pool.head_num} dims={pool.head_dim},{pool.v_head_dim} "
+            f"dtype={str(self.dtype).removeprefix('torch.')}"
+        )
+
+    def destroy(self) -> None:
+        """See the base class."""
+        self._host_sides = ()
+        self._load = None
+        self.memory.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolEntry:
+    """A pool of a group. With ``share_indices_with_anchor`` it uses the anchor's slots, in both
+    tiers (a draft model's KV); else it has slots of its own (a recurrent state)."""
+
+    name: PoolName
+    host_pool: HostKVCache
+    device_pool: KVCache
+    share_indices_with_anchor: bool = True
+
+
+class HostPoolGroup:
+    """The pools that are copied together: one anchor (KV) and whatever was registered beside it.
+
+    A copy covers the anchor, every pool that shares its slots and the pools with own slots that are
+    named in ``pool_transfers``. Scheduler thread, except the copies, which may run on one other.
+    """
+
+    def __init__(self, anchor: PoolEntry, io_backend: str) -> None:
+        self.io_backend = io_backend
+        self._entries: dict[PoolName, PoolEntry] = {anchor.name: anchor}
+        self._anchor = anchor
+
+    @property
+    def anchor(self) -> PoolEntry:
+        """The pool whose slots the others share."""
+        return self._anchor
+
+    @property
+    def entries(self) -> tuple[PoolEntry, ...]:
+        """All pools, the anchor first, the others in the order of registration."""
+        return tuple(self._entries.values())
+
+    def get(self, name: PoolName) -> PoolEntry | None:
+        """Return a registered pool, or None."""
+        return self._entries.get(name)
+
+    def add(self, entry: PoolEntry) -> None:
+        """Register a pool; nothing is in flight.
+
+        Raises ValueError when the name is taken or when a pool that shares the anchor's slots does
+        not have as many of them, on the host or on the device.
+        """
+        if entry.name in self._entries:
+            raise ValueError(f"pool {entry.name} is registered already")
+        if entry.share_indices_with_anchor:
+            host, anchor = entry.host_pool, self._anchor.host_pool
+            if (host.size, host.page_size) != (anchor.size, anchor.page_size):
+                raise ValueError(
+                    f"pool {entry.name} has {host.size} host slots in pages of {host.page_size}, "
+                    f"the anchor {anchor.size} in pages of {anchor.page_size}"
+                )
+            if entry.device_pool.size < self._anchor.device_pool.size:
+                raise ValueError(
+                    f"pool {entry.name} has {entry.device_pool.size} device slots, the anchor "
+                    f"{self._anchor.device_pool.size}"
+                )
+        self._entries[entry.name] = entry
+
+    def remove(self, name: PoolName) -> PoolEntry:
+        """Forget a pool and return it, not destroyed; nothing is in flight.
+
+        Raises KeyError when there is none, ValueError for the anchor.
+        """
+        if name == self._anchor.name:
+            raise ValueError(f"pool {name} is the anchor")
+        return self._entries.pop(name)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the anchor: how often ``load_layer`` is to be called."""
+        return self._anchor.host_pool.layer_num
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one of the anchor's slots takes over all pools that share it."""
+        return sum(
+            entry.host_pool.bytes_per_token
+            for entry in self.entries
+            if entry is self._anchor or entry.share_indices_with_anchor
+        )
+
+    def alloc(
+        self, need_size: int, pool_sizes: Mapping[PoolName, int] | None = None
+    ) -> dict[PoolName, torch.Tensor] | None:
+        """Take host slots of the anchor and of pools with own slots, all or nothing.
+
+        Returns int64 CPU indices by pool (the anchor's under its name), or None when any pool has
+        too few. Raises ValueError for a pool that is unknown or shares the anchor's slots.
+        """
+        sizes = {self._anchor.name: need_size}
+        for name, size in (pool_sizes or {}).items():
+            sizes[self._with_own_slots(name).name] = size
+        taken: dict[PoolName, torch.Tensor] = {}
+        for name, size in sizes.items():
+            indices = self._entries[name].host_pool.alloc(size)
+            if indices is None:
+                self.free(taken)
+                return None
+            taken[name] = indices
+        return taken
+
+    def free(self, indices: Mapping[PoolName, torch.Tensor]) -> None:
+        """Give back what ``alloc`` returned."""
+        for name, slots in indices.items():
+            self._entries[name].host_pool.free(slots)
+
+    def _with_own_slots(self, name: PoolName) -> PoolEntry:
+        entry = self._entries.get(name)
+        if entry is None or entry is self._anchor or entry.share_indices_with_anchor:
+            raise ValueError(f"no pool {name} with slots of its own is registered")
+        return entry
+
+    def _parts(
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        pool_transfers: Sequence[PoolTransfer],
+    ) -> list[tuple[PoolEntry, torch.Tensor, torch.Tensor]]:
+        """Return what is to be copied, the anchor first."""
+        parts = [
+            (entry, host_indices, device_indices)
+            for entry in self.entries
+            if entry is self._anchor or entry.share_indices_with_anchor
+        ]
+        for transfer in pool_transfers:
+            if transfer.host_indices is None or transfer.device_indices is None:
+                raise ValueError(f"the transfer of pool {transfer.name} lacks its slots")
+            entry = self._with_own_slots(transfer.name)
+            parts.append((entry, transfer.host_indices, transfer.device_indices))
+        return parts
+
+    def backup(
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> None:
+        """Copy all layers of all pools device -> host on the current stream; int64 [n] CPU."""
+        for entry, host, device in self._parts(host_indices, device_indices, pool_transfers):
+            entry.host_pool.backup_from_device_all_layer(
+                entry.device_pool, host, device, self.io_backend
+            )
+
+    def load_layer(
+        self,
+        layer_id: int,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        pool_transfers: Sequence[PoolTransfer] = (),
+    ) -> None:
+        """Copy layer ``layer_id`` of the anchor, then that of each other pool, host -> device.
+
+        Called for 0 .. num_layers - 1 with the same tensors. A pool with more layers than the
+        anchor has loaded all of them when the anchor's last call returns (on CUDA: queued).
+        """
+        last = self.num_layers - 1
+        for entry, host, device in self._parts(host_indices, device_indices, pool_transfers):
+            pool = entry.host_pool
+            end = pool.layer_num if layer_id == last else min(layer_id + 1, pool.layer_num)
+            for layer in range(layer_id, end):
+                pool.load_to_device_per_layer(
+                    entry.device_pool, host, device, layer, self.io_backend
+                )
+
+    def clear(self) -> None:
+        """Take back every slot of every pool; nothing is in flight."""
+        for entry in self.entries:
+            entry.host_pool.clear()
+
+    def destroy(self) -> None:
+        """Release the memory of every pool; idempotent."""
+        for entry in self.entries:
+            entry.host_pool.destroy()

@@ -1,0 +1,169 @@
+"""Page batches over a user's class that stores one flat tensor a key.
+
+Owns the translation only. The user's class has ``get(key, target) -> tensor | bool | None``,
+``set(key, tensor) -> bool`` and ``exists(key) -> bool``; with ``interface_v1`` it moves KV itself
+by ``batch_get_v1`` / ``batch_set_v1(keys, host_indices, extra_info) -> [bool]`` after
+``register_mem_pool_host(pool)``. Whatever it raises is a failed page.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    page_indices,
+)
+from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+
+logger = logging.getLogger(__name__)
+
+_FLAT_METHODS = ("get", "set", "exists")
+_V1_METHODS = ("batch_get_v1", "batch_set_v1", "exists")
+
+
+class FlatPageAdapter(HiCacheStorage):
+    """See the module docstring. Two threads may call at once, as for any backend."""
+
+    def __init__(
+        self, config: HiCacheStorageConfig, user_object: Any, *, uses_v1: bool = False
+    ) -> None:
+        super().__init__(config)
+        self.user_object = user_object
+        self._uses_v1 = uses_v1
+
+    @staticmethod
+    def accepts(user_class: type[Any], *, uses_v1: bool) -> bool:
+        """Whether the class has the methods that are called."""
+        names = _V1_METHODS if uses_v1 else _FLAT_METHODS
+        return all(callable(getattr(user_class, name, None)) for name in names)
+
+    def register_mem_host_pool_v2(self, pool: HostKVCache, name: PoolName) -> None:
+        """See the base class; the KV pool is passed on to a class that moves pages itself."""
+        super().register_mem_host_pool_v2(pool, name)
+        register = getattr(self.user_object, "register_mem_pool_host", None)
+        if name == PoolName.KV and self._uses_v1 and register is not None:
+            register(pool)
+
+    def batch_exists(
+        self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """Return how many leading keys the user's object has."""
+        for position, key in enumerate(keys):
+            try:
+                if not self.user_object.exists(key):
+                    return position
+            except Exception:  # the user's code
+                logger.warning("exists(%s) failed: counts as absent", key, exc_info=True)
+                return position
+        return len(keys)
+
+    def batch_get_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[PoolName, list[bool]]:
+        """Read flat pages and copy each into its host page."""
+        verdicts: dict[PoolName, list[bool]] = {}
+        for transfer in transfers:
+            pool = self.pools[transfer.name]
+            indices = page_indices(transfer, pool.page_size)
+            if self._moves_itself(transfer):
+                found = self._batch_v1("batch_get_v1", transfer, extra_info)
+            else:
+                keys = transfer.keys or []
+                found = [self._get(pool, index, key) for index, key in zip(indices, keys)]
+            verdicts.setdefault(transfer.name, []).extend(found)
+        return verdicts
+
+    def batch_set_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[PoolName, list[bool]]:
+        """Write flat pages, in order, up to the first that fails."""
+        verdicts: dict[PoolName, list[bool]] = {}
+        for transfer in transfers:
+            pool = self.pools[transfer.name]
+            indices = page_indices(transfer, pool.page_size)
+            if self._moves_itself(transfer):
+                written = self._batch_v1("batch_set_v1", transfer, extra_info)
+            else:
+                written = [False] * len(indices)
+                for position, key in enumerate(transfer.keys or []):
+                    if not self._set(pool, indices[position], key):
+                        break
+                    written[position] = True
+            verdicts.setdefault(transfer.name, []).extend(written)
+        return verdicts
+
+    def clear(self) -> bool:
+        """Clear the user's object; False when it cannot or says so."""
+        clear = getattr(self.user_object, "clear", None)
+        if clear is None:
+            return False
+        try:
+            return clear() is not False
+        except Exception:  # the user's code
+            logger.warning("clear() failed", exc_info=True)
+            return False
+
+    def get_stats(self) -> dict[str, float]:
+        """Return the numbers among the user's statistics."""
+        get_stats = getattr(self.user_object, "get_stats", None)
+        stats: object = None if get_stats is None else get_stats()
+        if not isinstance(stats, dict):
+            return {}
+        return {str(name): float(v) for name, v in stats.items() if isinstance(v, int | float)}
+
+    def close(self) -> None:
+        """Close the user's object where it can be."""
+        close = getattr(self.user_object, "close", None)
+        if close is not None:
+            close()
+
+    def _moves_itself(self, transfer: PoolTransfer) -> bool:
+        return self._uses_v1 and transfer.name == PoolName.KV
+
+    def _batch_v1(
+        self, method: str, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
+        keys = list(transfer.keys or [])
+        try:
+            answer = getattr(self.user_object, method)(keys, transfer.host_indices, extra_info)
+            verdicts = [bool(verdict) for verdict in answer]
+        except Exception:  # the user's code
+            logger.warning("%s failed", method, exc_info=True)
+            return [False] * len(keys)
+        return verdicts if len(verdicts) == len(keys) else [False] * len(keys)
+
+    def _get(self, pool: HostKVCache, index: int, key: str) -> bool:
+        target = pool.get_dummy_flat_data_page()
+        try:
+            answer = self.user_object.get(key, target)
+        except Exception:  # the user's code
+            logger.warning("get(%s) failed: counts as a miss", key, exc_info=True)
+            return False
+        if answer is None or answer is False:
+            return False
+        page = target if answer is True else answer
+        if not isinstance(page, torch.Tensor) or page.nbytes != target.nbytes:
+            logger.warning("get(%s) returned no page of %d bytes", key, target.nbytes)
+            return False
+        pool.set_from_flat_data_page(index, page.view(target.dtype))
+        return True
+
+    def _set(self, pool: HostKVCache, index: int, key: str) -> bool:
+        try:
+            # A copy: the object may keep the tensor for as long as it likes.
+            return self.user_object.set(key, pool.get_data_page(index).clone()) is True
+        except Exception:  # the user's code
+            logger.warning("set(%s) failed", key, exc_info=True)
+            return False

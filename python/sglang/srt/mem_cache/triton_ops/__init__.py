@@ -1,0 +1,1 @@
+"""Triton kernels of the memory layer; imported by name: Triton is not installed everywhere."""

@@ -1,0 +1,190 @@
+"""Names under which trainers send tensors, and which model each tensor is meant for.
+
+Two name spaces: those of checkpoints (unfused, full shapes) and those of this rank's own
+parameters (fused, split). Both say which names a model has, what does not fit, and write in place.
+Pure apart from `write`; used by the weight updater.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from sglang.srt.models.base import LanguageModel, WeightLoadError
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+TARGET, DRAFT, ALL = "target", "draft", "all"
+SELECTORS = (ALL, TARGET, DRAFT)
+
+
+class ModelNames(Protocol):
+    """One model's tensors in one name space."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every name with the shape in which it is sent."""
+        ...
+
+    def knows(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the model has a use for the name (or is known to ignore it)."""
+        ...
+
+    def check(self, named: NamedTensors) -> None:
+        """Raise WeightLoadError naming every tensor that does not fit. Writes nothing."""
+        ...
+
+    def write(self, named: NamedTensors) -> set[str]:
+        """Copy the values in place; returns the names (of `shapes`) that were written."""
+        ...
+
+    def target_of(self, name: str) -> torch.Tensor:
+        """Where a name of `shapes` is written: a parameter or a view of one."""
+        ...
+
+
+class CheckpointNames:
+    """Names and shapes as in a Hugging Face checkpoint; shards are cut out here."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._table = model.weight_table()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: slot.full_shape for name, slot in self._table.items()}
+
+    def knows(self, name: str, tensor: torch.Tensor) -> bool:
+        parts = [part for part, _ in self._model.split_weight(name, tensor)]
+        return any(p in self._table or self._model.is_ignored_weight(p) for p in parts)
+
+    def check(self, named: NamedTensors) -> None:
+        self._model.check_weights(named, complete=False).raise_if_any("the update")
+        for name, tensor in named:
+            for part, _ in self._model.split_weight(name, tensor):
+                if part in self._table:
+                    _check_kind(name, tensor, self._table[part].target)
+
+    def write(self, named: NamedTensors) -> set[str]:
+        return self._model.load_weights(named)
+
+    def target_of(self, name: str) -> torch.Tensor:
+        return self._table[name].target
+
+
+class ParameterNames:
+    """Names and shapes of this rank's parameters, tied ones under each of their names."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}
+
+    def knows(self, name: str, tensor: torch.Tensor) -> bool:
+        return name in self._parameters
+
+    def check(self, named: NamedTensors) -> None:
+        wrong = []
+        for name, tensor in named:
+            expected = tuple(self._parameters[name].shape)
+            if tuple(tensor.shape) != expected:
+                wrong.append(f"{name}: expected {expected}, got {tuple(tensor.shape)}")
+            _check_kind(name, tensor, self._parameters[name])
+        if wrong:
+            raise WeightLoadError(f"tensors of the wrong shape ({len(wrong)}): {', '.join(wrong)}")
+
+    @torch.no_grad()
+    def write(self, named: NamedTensors) -> set[str]:
+        for name, tensor in named:
+            self._parameters[name].copy_(tensor)
+        return {name for name, _ in named}
+
+    def target_of(self, name: str) -> torch.Tensor:
+        return self._parameters[name]
+
+
+def assign(
+    named: NamedTensors, selector: str, target: ModelNames, drafts: Sequence[ModelNames]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Deal out tensors: one list for the target, then one for each draft.
+
+    A draft's names may be those of quite different tensors of the target, so with selector "all" a
+    tensor that the target has is a draft's only where the draft is a model of the same form (same
+    names, same shapes). Raises WeightLoadError for tensors that nobody has a use for, ValueError
+    for a selector that cannot be followed.
+    """
+    if selector not in SELECTORS:
+        raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}")
+    if selector == DRAFT and not drafts:
+        raise ValueError("there is no draft model to update")
+    to_target = [selector != DRAFT and target.knows(name, tensor) for name, tensor in named]
+    claimed = list(to_target)
+    parts = [[each for each, taken in zip(named, to_target) if taken]]
+    for draft in drafts:
+        mine: list[tuple[str, torch.Tensor]] = []
+        if selector != TARGET:
+            is_twin = selector == ALL and draft.shapes() == target.shapes()
+            for index, (name, tensor) in enumerate(named):
+                if (is_twin or not to_target[index]) and draft.knows(name, tensor):
+                    mine.append((name, tensor))
+                    claimed[index] = True
+        parts.append(mine)
+    unexpected = [name for (name, _), taken in zip(named, claimed) if not taken]
+    # A draft is often sent all of a checkpoint and takes what it has.
+    if unexpected and (selector != DRAFT or not any(parts)):
+        raise WeightLoadError(f"unexpected tensors ({len(unexpected)}): {', '.join(unexpected)}")
+    return parts
+
+
+def check_named_tensors(payload: Any) -> list[tuple[str, torch.Tensor]]:
+    """The payload as a list of (name, tensor). Raises ValueError where it is something else."""
+    named = list(payload)
+    for entry in named:
+        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+        if not is_pair or not isinstance(entry[0], str) or not isinstance(entry[1], torch.Tensor):
+            raise ValueError(f"expected pairs of name and tensor, got {type(entry).__name__}")
+    return [(name, tensor) for name, tensor in named]
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype by its torch name, with or without "torch.". Raises ValueError for others."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown dtype {dtype!r}")
+    return found
+
+
+CustomLoader = Callable[[nn.Module, list[tuple[str, torch.Tensor]]], object]
+
+
+def resolve_custom_loader(name: str, allowed: Iterable[str]) -> CustomLoader:
+    """The function behind a dotted name from `--custom-weight-loader`.
+
+    Raises NotImplementedError for names that the flag does not list, ImportError or
+    AttributeError where there is no such function.
+    """
+    if name not in allowed:
+        raise NotImplementedError(f"Unknown load_format={name}")
+    module, _, function = name.rpartition(".")
+    loader: CustomLoader = getattr(importlib.import_module(module), function)
+    return loader
+
+
+def _model_load_weights_direct(
+    model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """A custom loader: parameters of this rank under their own names, as load format "direct"."""
+    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, tensor in named_tensors:
+            parameters[name].copy_(tensor)
+
+
+def _check_kind(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
+    if tensor.is_floating_point() != target.is_floating_point():
+        raise WeightLoadError(f"{name}: expected values like {target.dtype}, got {tensor.dtype}")

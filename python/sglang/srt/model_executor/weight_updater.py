@@ -1,0 +1,676 @@
+"""Replace weights of running models: from files, from a trainer's tensors, from its broadcasts.
+
+Owns the order of one update (read, check, agree over the ranks, write in place, digest), the
+trainers' groups, the session, and the knowledge whether the weights are mixed. A call is all or
+nothing as far as it can be: nothing is written before every rank has read and checked everything.
+Does not own requests and caches: the scheduler makes sure that no step is running and flushes.
+Called on the scheduler thread; methods marked collective are called on all ranks of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.distributed.communication import all_reduce_min, barrier, broadcast_bytes
+from sglang.srt.distributed.parallel_state import TPGroup
+from sglang.srt.layers.weight_slot import iterate_weight_slots
+from sglang.srt.model_executor.decode_runner import DecodeRunner
+from sglang.srt.model_executor.weight_checker import WeightChecker
+from sglang.srt.model_executor.weight_groups import UpdateTimeouts, WeightGroups
+from sglang.srt.model_executor.weight_ipc import own_address, receive_over_ipc
+from sglang.srt.model_executor.weight_names import (
+    ALL,
+    DRAFT,
+    SELECTORS,
+    TARGET,
+    CheckpointNames,
+    ModelNames,
+    ParameterNames,
+    assign,
+    check_named_tensors,
+    parse_dtype,
+    resolve_custom_loader,
+)
+from sglang.srt.model_loader.loader import fill_with_dummy_weights
+from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint, persistent_tensors
+from sglang.srt.model_loader.weight_utils import Checkpoint, open_checkpoint
+from sglang.srt.models.base import LanguageModel
+from sglang.srt.platforms import current_platform
+from sglang.srt.utils.serialization import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import (
+    FlattenedTensorBucket,
+    FlattenedTensorMetadata,
+    LocalSerializedTensor,
+)
+
+logger = logging.getLogger(__name__)
+
+# What damaged data, unfit tensors, lost files and lost trainers raise. Never a reason to stop.
+_FAULTS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    RuntimeError,
+    OSError,
+    ImportError,
+    MemoryError,
+)
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+class UpdatableRunner(Protocol):
+    """What a model runner offers to updates."""
+
+    @property
+    def model(self) -> LanguageModel: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def tp(self) -> TPGroup: ...
+
+    @property
+    def fingerprint(self) -> WeightsFingerprint: ...
+
+    @property
+    def decode_runner(self) -> DecodeRunner | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdateResult:
+    """The outcome of a call, the same on every rank but for `changed`."""
+
+    success: bool
+    message: str
+    # The models now hold tensors of two versions; until a complete update nothing should be served.
+    weights_mixed: bool = False
+    # "target", "draft" or "draft.<i>" -> parameters that were written, shared ones included. Their
+    # fingerprints are up to date. Not empty after a failure: a rollback or a partial write.
+    changed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    checksum: Mapping[str, Any] | None = None  # of the weights checker
+
+    @property
+    def is_draft_changed(self) -> bool:
+        return any(role != TARGET for role in self.changed)
+
+
+@dataclass(slots=True)
+class _Role:
+    """One model: its name here, its runner, and the tensors that are still of an older version."""
+
+    name: str
+    runner: UpdatableRunner
+    outdated: set[str] = field(default_factory=set)  # checkpoint names; empty: not mixed
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Work that remains once everything is checked: `run` returns the storages it wrote to."""
+
+    role: _Role
+    run: Callable[[], set[int]]
+
+
+class WeightUpdater:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        target: UpdatableRunner,
+        drafts: Sequence[UpdatableRunner] = (),
+        *,
+        model_path: str,
+        load_format: str = "auto",
+        custom_weight_loaders: Sequence[str] = (),
+        timeouts: UpdateTimeouts | None = None,
+    ) -> None:
+        """`model_path` and `load_format`: where the target's weights come from at start."""
+        self.model_path = model_path
+        self.load_format = load_format
+        self._tp = target.tp
+        self._device = target.device
+        self._timeouts = timeouts or UpdateTimeouts()
+        names = [DRAFT] if len(drafts) == 1 else [f"{DRAFT}.{i}" for i in range(len(drafts))]
+        self._target = _Role(TARGET, target)
+        self._drafts = [_Role(name, runner) for name, runner in zip(names, drafts)]
+        self._roles = [self._target, *self._drafts]
+        self._custom_loaders = tuple(custom_weight_loaders)
+        self._groups = WeightGroups(self._tp.rank, self._device, self._timeouts)
+        prefixes = ["", *(f"{role.name}." for role in self._drafts)]
+        self._checker = WeightChecker(
+            {prefix: role.runner.model for prefix, role in zip(prefixes, self._roles)}
+        )
+        self._session: str | None = None  # selector of the open session
+        self._written_in_session: dict[str, set[str]] = {}  # by role; checkpoint names
+        self._files_are_current = True  # no tensors came since the files of `model_path` were read
+
+    @property
+    def weights_mixed(self) -> bool:
+        """Whether an update failed after it had begun to write, and no complete one followed."""
+        return any(role.outdated for role in self._roles)
+
+    # -- sessions and groups ----------------------------------------------------------------------
+
+    def begin(self, selector: str = ALL) -> WeightUpdateResult:
+        """Open a session: the calls until `end` are one update. Collective."""
+        if self._session is not None:
+            return self._failure("begin_weight_update() was called already, end it first")
+        if selector not in SELECTORS:
+            return self._failure(f"selector must be one of {', '.join(SELECTORS)}")
+        self._session = selector
+        self._written_in_session = {}
+        barrier(self._tp.cpu_group)
+        return self._success("Success")
+
+    def end(self) -> WeightUpdateResult:
+        """Close the session. Collective."""
+        if self._session is None:
+            return self._failure("end_weight_update() needs begin_weight_update() first")
+        self._session = None
+        self._written_in_session = {}
+        barrier(self._tp.cpu_group)
+        return self._success("Success")
+
+    def init_group(
+        self,
+        master_address: str,
+        master_port: int | str,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+    ) -> WeightUpdateResult:
+        """Join a trainer's group; blocks until all members are there. Collective."""
+        error = self._attempt(
+            lambda: self._groups.join(
+                master_address, int(master_port), rank_offset, world_size, group_name, backend
+            )
+        )
+        if error is not None:
+            return self._failure(f"Failed to initialize custom process group: {error}.")
+        return self._success("Succeeded to initialize custom process group.")
+
+    def destroy_group(self, group_name: str) -> WeightUpdateResult:
+        """Leave a trainer's group. Collective."""
+        error = self._attempt(lambda: self._groups.leave(group_name))
+        if error is not None:
+            return self._failure(error)
+        return self._success("Succeeded to destroy custom process group.")
+
+    # -- updates ----------------------------------------------------------------------------------
+
+    def update_from_tensor(
+        self,
+        serialized_named_tensors: Sequence[str | bytes],
+        load_format: str | None = None,
+        selector: str = ALL,
+    ) -> WeightUpdateResult:
+        """Load what `MultiprocessingSerializer` wrote; this rank reads its own entry. Collective.
+
+        `load_format`: None (checkpoint names), "direct" (own parameters), "flattened_bucket", or
+        the dotted name of a custom loader.
+        """
+
+        def prepare() -> list[_Write]:
+            if self._tp.rank >= len(serialized_named_tensors):
+                raise ValueError(
+                    f"{len(serialized_named_tensors)} serialized entries came, "
+                    f"there is none for rank {self._tp.rank}"
+                )
+            data = MultiprocessingSerializer.deserialize(serialized_named_tensors[self._tp.rank])
+            named = self._unpack(data, load_format)
+            if load_format in (None, "flattened_bucket"):
+                return self._plan(named, selector, CheckpointNames)
+            if load_format == "direct":
+                return self._plan(named, selector, ParameterNames)
+            return self._plan_custom(load_format, named, selector)
+
+        return self._update(prepare, "Failed to update weights from tensor: {}", "Success")
+
+    def update_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str | None = None,
+        selector: str = ALL,
+    ) -> WeightUpdateResult:
+        """Receive full tensors under checkpoint names from rank 0 of a group. Collective.
+
+        `load_format`: None (one broadcast a tensor) or "flattened_bucket" (one for all).
+        """
+        received: NamedTensors = []
+
+        def receive() -> None:
+            received.extend(self._receive(names, dtypes, shapes, group_name, load_format))
+
+        error = self._attempt(receive)
+        if error is not None:
+            return self._refused(f"Failed to receive weights: {error}.")
+        return self._update(
+            lambda: self._plan(received, selector, CheckpointNames),
+            "Failed to update parameter online: {}",
+            "Succeeded to update parameter online.",
+        )
+
+    def update_from_disk(
+        self, model_path: str, load_format: str | None = None
+    ) -> WeightUpdateResult:
+        """Load a complete checkpoint; a draft takes what is its own of it. Collective.
+
+        A checkpoint that does not fit is refused untouched; files that turn out damaged half-way
+        are followed by the old files again.
+        """
+        load_format = load_format or "auto"
+        writes: list[_Write] = []
+        opened: list[Checkpoint] = []
+        error = self._attempt(lambda: opened.append(open_checkpoint(model_path, load_format)))
+        if error is not None:
+            return self._failure(f"Failed to get weights iterator: {error}")
+        error = self._attempt(lambda: writes.extend(self._plan_files(opened[0])))
+        if error is not None:
+            return self._failure(
+                f"Failed to update weights: {error}\nRolling back to original weights."
+            )
+        were_current = self._files_are_current
+        result = self._update(
+            lambda: writes,
+            "Failed to update weights: {}\nRolling back to original weights.",
+            "Succeeded to update model weights.",
+        )
+        if not result.success:
+            return self._roll_back(result, were_current)
+        self.model_path, self.load_format = model_path, load_format
+        self._files_are_current = True
+        return result
+
+    def update_from_ipc(self, zmq_handles: Mapping[str, str]) -> WeightUpdateResult:
+        """Load what a checkpoint engine on this host sends each rank over zmq. Collective.
+
+        Written as it comes, so a failure after the first bucket leaves the weights mixed.
+        """
+        addresses: list[str] = []
+        error = self._attempt(
+            lambda: addresses.append(own_address(zmq_handles, self._device, self._tp.rank))
+        )
+        if error is not None:
+            return self._failure(f"Failed to update weights: {error}")
+        storages: set[int] = set()
+        touched: list[_Role] = []
+
+        def load(named: NamedTensors) -> None:
+            for write in self._plan(named, ALL, CheckpointNames):
+                touched.append(write.role)
+                storages.update(write.run())
+            current_platform().synchronize()
+
+        error = self._attempt(
+            lambda: receive_over_ipc(addresses[0], self._device, load, self._timeouts.receive_s)
+        )
+        if error is None:
+            self._files_are_current = False
+            return self._success("Succeeded to update model weights.", self._refresh(storages))
+        # One rank may have written what another has not.
+        if not self._is_anywhere(bool(touched)):
+            return self._failure(f"Failed to update weights: {error}")
+        return self._spoiled(f"Failed to update weights: {error}", self._roles)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any] | None:
+        """First rows of a tensor of the target as nested lists of floats; None: no such tensor.
+
+        `name`: of the checkpoint or of a parameter. Tensors split by columns come whole, others as
+        rank 0 has them. Collective.
+        """
+        model = self._target.runner.model
+        slot = dict(iterate_weight_slots(model)).get(name)
+        if slot is None or slot.shard_dim != 1 or self._tp.cpu_group is None:
+            return model.get_weights_by_name(name, truncate_size)
+        part = slot.view()[:truncate_size].float().cpu().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._tp.size)]
+        torch.distributed.all_gather(parts, part, group=self._tp.cpu_group)
+        rows: list[Any] = torch.cat(parts, dim=1).tolist()
+        return rows
+
+    def check_weights(
+        self,
+        action: str = "checksum",
+        *,
+        allow_quant_error: bool = False,
+        skip_tensor_list: Sequence[str] | None = None,
+        selector: str = ALL,
+    ) -> WeightUpdateResult:
+        """The weights checker: checksum, snapshot, reset_tensors or compare. Collective.
+
+        After reset_tensors the weights are mixed until all have been sent.
+        """
+        if selector not in SELECTORS:
+            return self._failure(f"selector must be one of {', '.join(SELECTORS)}")
+        if action == "checksum":
+            return self._success("Success", checksum=self._checksum())
+        if action == "snapshot":
+            self._checker.snapshot()
+            return self._success("Success")
+        if action == "reset_tensors":
+            return self._reset_tensors(selector)
+        if action != "compare":
+            return self._failure(f"Unsupported action {action!r} of the weights checker")
+
+        def compare() -> None:
+            differences = self._checker.compare(skip_tensor_list or (), allow_quant_error)
+            if differences:
+                raise ValueError(f"{len(differences)} tensors differ: {'; '.join(differences)}")
+
+        error = self._attempt(compare)
+        return self._success("Success") if error is None else self._failure(error)
+
+    def _checksum(self) -> dict[str, Any]:
+        """`ranks` (one entry a rank) and `per_engine_checksum`, the same on every rank."""
+        place = {"tp_rank": self._tp.rank, "tp_size": self._tp.size, "rank": self._tp.rank}
+        alone = {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "size": self._tp.size}
+        own = self._checker.checksum() | {
+            "parallelism_info": [{"role": role.name, **place, **alone} for role in self._roles]
+        }
+        data = json.dumps(own).encode()
+        ranks = [
+            json.loads(broadcast_bytes(data, rank, self._tp.cpu_group))
+            for rank in range(self._tp.size)
+        ]
+        combined = "".join(rank["per_gpu_checksum"] for rank in ranks)
+        return {
+            "ranks": ranks,
+            "per_engine_checksum": hashlib.sha256(combined.encode()).hexdigest(),
+        }
+
+    def _reset_tensors(self, selector: str) -> WeightUpdateResult:
+        chosen = [role for role in self._roles if _is_selected(role, selector)]
+        self._checker.reset_tensors(
+            "" if role is self._target else f"{role.name}." for role in chosen
+        )
+        for role in chosen:
+            role.outdated = set(role.runner.model.weight_table())
+        self._files_are_current = False
+        return self._success("Success", self._refresh(None))
+
+    # -- one update -------------------------------------------------------------------------------
+
+    def _update(
+        self, prepare: Callable[[], list[_Write]], failure: str, success: str
+    ) -> WeightUpdateResult:
+        """Prepare on all ranks, then write on all ranks, then digest what was written."""
+        writes: list[_Write] = []
+        error = self._attempt(lambda: writes.extend(prepare()))
+        if error is not None:
+            return self._refused(failure.format(error))
+        storages: set[int] = set()
+
+        def write() -> None:
+            for each in writes:
+                storages.update(each.run())
+            # Senders reuse their buffers as soon as they have the reply.
+            current_platform().synchronize()
+
+        error = self._attempt(write)
+        if error is not None:
+            return self._spoiled(failure.format(error), [each.role for each in writes])
+        self._files_are_current = self._files_are_current and not storages
+        return self._success(success, self._refresh(storages))
+
+    def _refused(self, message: str) -> WeightUpdateResult:
+        """A call that wrote nothing failed; in a session, earlier calls have written."""
+        for role in self._roles:
+            written = self._written_in_session.get(role.name)
+            if written:
+                role.outdated = set(role.runner.model.weight_table()) - written
+        return self._failure(message)
+
+    def _spoiled(self, message: str, roles: Sequence[_Role]) -> WeightUpdateResult:
+        """Writing to `roles` failed half-way: any of their tensors may be of either version."""
+        for role in roles:
+            role.outdated = set(role.runner.model.weight_table())
+        self._files_are_current = False
+        return self._failure(
+            f"{message} The weights are partially updated, discard the whole weights.",
+            self._refresh(None),
+        )
+
+    def _plan(
+        self,
+        named: NamedTensors,
+        selector: str,
+        names_of: Callable[[LanguageModel], ModelNames],
+    ) -> list[_Write]:
+        """Check everything; the writes that remain to be done."""
+        names = [names_of(role.runner.model) for role in self._roles]
+        parts = assign(named, selector, names[0], names[1:])
+        writes: list[_Write] = []
+        for role, space, part in zip(self._roles, names, parts):
+            if part:
+                space.check(part)
+                writes.append(_Write(role, functools.partial(self._write, role, space, part)))
+        return writes
+
+    def _write(self, role: _Role, names: ModelNames, named: NamedTensors) -> set[int]:
+        written = names.write(named)
+        storages = {_storage(names.target_of(name)) for name in written}
+        if isinstance(names, ParameterNames):
+            # A parameter holds several tensors of the checkpoint.
+            table = role.runner.model.weight_table()
+            written = {name for name, slot in table.items() if _storage(slot.target) in storages}
+        role.outdated -= written
+        if self._session is not None:
+            self._written_in_session.setdefault(role.name, set()).update(written)
+        return storages
+
+    def _plan_custom(self, loader_name: str, named: NamedTensors, selector: str) -> list[_Write]:
+        loader = resolve_custom_loader(loader_name, self._custom_loaders)
+        if selector not in SELECTORS:
+            raise ValueError(f"selector must be one of {', '.join(SELECTORS)}")
+        # The function knows one kind of model; the draft is asked for by name.
+        roles = self._drafts if selector == DRAFT else [self._target]
+        return [
+            _Write(role, functools.partial(self._run_custom, loader, role, named)) for role in roles
+        ]
+
+    def _run_custom(
+        self, loader: Callable[[Any, Any], object], role: _Role, named: NamedTensors
+    ) -> set[int]:
+        model = role.runner.model
+        before = {name: tensor.data_ptr() for name, tensor in persistent_tensors(model).items()}
+        loader(model, list(named))
+        after = {name: tensor.data_ptr() for name, tensor in persistent_tensors(model).items()}
+        moved = sorted(name for name, place in after.items() if before.get(name) != place)
+        if moved:
+            raise RuntimeError(
+                f"the loader put {', '.join(moved)} into other memory; it must write in place"
+            )
+        role.outdated -= {name for name, _ in named}
+        return {_storage(tensor) for tensor in persistent_tensors(model).values()}
+
+    def _unpack(self, data: Any, load_format: str | None) -> NamedTensors:
+        """Named tensors of a deserialised payload."""
+        if load_format == "flattened_bucket":
+            if not isinstance(data, dict) or not {"flattened_tensor", "metadata"} <= data.keys():
+                raise ValueError("a bucket must be a dict of flattened_tensor and metadata")
+            metadata = data["metadata"]
+            if not all(isinstance(meta, FlattenedTensorMetadata) for meta in metadata):
+                raise ValueError("the metadata of a bucket must be FlattenedTensorMetadata")
+            bucket = FlattenedTensorBucket(
+                flattened_tensor=data["flattened_tensor"], metadata=metadata
+            )
+            return bucket.reconstruct_tensors()
+        named = [
+            (name, value.get(self._tp.rank) if isinstance(value, LocalSerializedTensor) else value)
+            for name, value in data
+        ]
+        return check_named_tensors(named)
+
+    def _receive(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str | None,
+    ) -> NamedTensors:
+        if not len(names) == len(dtypes) == len(shapes):
+            raise ValueError(
+                f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match"
+            )
+        if load_format not in (None, "flattened_bucket"):
+            raise NotImplementedError(f"Unknown load_format={load_format}")
+        device = self._groups.device_of(group_name)
+        types = [parse_dtype(dtype) for dtype in dtypes]
+        if load_format == "flattened_bucket":
+            bucket = FlattenedTensorBucket.empty(names, types, shapes, device)
+            self._groups.receive(group_name, [bucket.get_flattened_tensor()])
+            return bucket.reconstruct_tensors()
+        tensors = [
+            torch.empty(tuple(shape), dtype=dtype, device=device)
+            for dtype, shape in zip(types, shapes)
+        ]
+        self._groups.receive(group_name, tensors)
+        return list(zip(names, tensors))
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _plan_files(self, checkpoint: Checkpoint) -> list[_Write]:
+        """Raise WeightLoadError unless the target finds all its tensors, and no foreign ones."""
+        names = [CheckpointNames(role.runner.model) for role in self._roles]
+        parts = assign(list(checkpoint.tensor_infos()), ALL, names[0], names[1:])
+        source = f"the checkpoint {checkpoint.path}"
+        writes = []
+        for role, space, part in zip(self._roles, names, parts):
+            if not part and role is not self._target:
+                continue
+            problems = role.runner.model.check_weights(part, complete=role is self._target)
+            problems.raise_if_any(source)
+            wanted = frozenset(name for name, _ in part)
+            load = functools.partial(self._load_files, role, space, checkpoint, wanted)
+            writes.append(_Write(role, load))
+        return writes
+
+    def _load_files(
+        self, role: _Role, names: ModelNames, checkpoint: Checkpoint, wanted: frozenset[str]
+    ) -> set[int]:
+        # Streamed: a whole checkpoint need not fit in memory a second time.
+        written = role.runner.model.load_weights(
+            (name, tensor) for name, tensor in checkpoint.tensors() if name in wanted
+        )
+        role.outdated -= written
+        return {_storage(names.target_of(name)) for name in written}
+
+    def _roll_back(self, failed: WeightUpdateResult, were_current: bool) -> WeightUpdateResult:
+        """Load the old files again after writing failed half-way."""
+        error = self._attempt(self._load_old_files)
+        changed = self._refresh(None)
+        if error is not None:
+            for role in self._roles:
+                role.outdated = set(role.runner.model.weight_table())
+            return self._failure(f"{failed.message} The old files failed, too: {error}", changed)
+        self._files_are_current = True
+        lost = "" if were_current else " Tensors received after those files are lost."
+        return self._failure(f"{failed.message} Restored from {self.model_path}.{lost}", changed)
+
+    def _load_old_files(self) -> None:
+        if self.load_format == "dummy":
+            fill_with_dummy_weights(self._target.runner.model)
+            self._target.outdated.clear()
+        else:
+            for write in self._plan_files(open_checkpoint(self.model_path, self.load_format)):
+                write.run()
+        current_platform().synchronize()
+
+    # -- ranks, digests, results ------------------------------------------------------------------
+
+    def _attempt(self, action: Callable[[], object]) -> str | None:
+        """Run `action` here; the error of the first rank that had one, the same on all. Collective.
+
+        None: it succeeded everywhere.
+        """
+        error: str | None = None
+        try:
+            action()
+        except _FAULTS as fault:
+            error = str(fault) or type(fault).__name__
+            logger.warning("Weight update: %s", error, exc_info=not isinstance(fault, ValueError))
+        group, size = self._tp.cpu_group, self._tp.size
+        if group is None:
+            return error
+        failing = torch.tensor([size if error is None else self._tp.rank], dtype=torch.int64)
+        first = int(all_reduce_min(failing, group)[0])
+        if first == size:
+            return None
+        return broadcast_bytes((error or "").encode(), first, group).decode()
+
+    def _refresh(self, storages: set[int] | None) -> dict[str, frozenset[str]]:
+        """Bring digests and decode shortcuts up to date; what changed, by role. Collective.
+
+        `storages` None: anything may have been written.
+        """
+        changed: dict[str, frozenset[str]] = {}
+        for role in self._roles:
+            runner = role.runner
+            tensors = persistent_tensors(runner.model)
+            names = frozenset(
+                name
+                for name, tensor in tensors.items()
+                if not tensor.is_meta and (storages is None or _storage(tensor) in storages)
+            )
+            runner.fingerprint.update(names)
+            if names:
+                changed[role.name] = names
+                if runner.decode_runner is not None:
+                    runner.decode_runner.weights_changed()
+        return changed
+
+    def _is_anywhere(self, flag: bool) -> bool:
+        """Whether any rank has it. Collective."""
+        votes = torch.tensor([0 if flag else 1], dtype=torch.int64)
+        return int(all_reduce_min(votes, self._tp.cpu_group)[0]) == 0
+
+    def _success(
+        self,
+        message: str,
+        changed: Mapping[str, frozenset[str]] | None = None,
+        checksum: Mapping[str, Any] | None = None,
+    ) -> WeightUpdateResult:
+        return WeightUpdateResult(
+            success=True,
+            message=message,
+            weights_mixed=self.weights_mixed,
+            changed=changed or {},
+            checksum=checksum,
+        )
+
+    def _failure(
+        self, message: str, changed: Mapping[str, frozenset[str]] | None = None
+    ) -> WeightUpdateResult:
+        return WeightUpdateResult(
+            success=False,
+            message=message,
+            weights_mixed=self.weights_mixed,
+            changed=changed or {},
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_selected(role: _Role, selector: str) -> bool:
+    return selector == ALL or (role.name == TARGET) == (selector == TARGET)

@@ -1,0 +1,458 @@
+"""The draft model of a speculative worker: catching up with the target, and proposing tokens.
+
+Owns the draft's `ModelRunner` (weights, KV buffers, attention backend) and, per row of the request
+table, where drafting goes on from. Slots and rows are the target's: slot p of a request holds the
+target's KV and the draft's KV of position p, in buffers of their own. Decides nothing about
+acceptance. Scheduler thread only; collective over the TP ranks like every forward pass.
+
+Two kinds of draft:
+
+* `EagleDrafting`: entry p is made of token p + 1 and the target's hidden states of position p. The
+  draft has always run one token further than the target, so its first proposal costs nothing.
+* `StandaloneDrafting`: a small language model; entry p is made of token p, and the first proposal
+  costs a forward pass over the last known token.
+
+What a proposal writes behind the committed slots is scratch: catching up overwrites what counts.
+
+    slots  [0, committed)   [committed, committed + num_slots)
+            final            proposals: k entries a draft step
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import draw, sampling_probs
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.eagle_draft import EagleDraftModel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.acceptance import CoinUse, to_target_vocab
+from sglang.srt.speculative.coins import Coins
+from sglang.srt.speculative.eagle_info import DraftFrontier, DraftTree, EagleExtendInput
+from sglang.srt.speculative.eagle_utils import (
+    chain_tree,
+    extend_paths,
+    organize_draft_results,
+    parent_rows,
+    select_top_k,
+)
+from sglang.srt.speculative.spec_info import DraftShape
+from sglang.srt.speculative.tree_attention import TreeAttention, branch_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """What is proposed. `draft_probs` float32 [b, w - 1, V]: of what drafts were drawn from."""
+
+    tree: DraftTree
+    draft_probs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedRows:
+    """The requests of a decode step, on the device; int64 [b] each.
+
+    `committed_lens`: tokens whose KV is there, which is the position of the root. `bounds`: the
+    same or more, on the host (exact where reading the device is free).
+    """
+
+    rows: torch.Tensor
+    root_ids: torch.Tensor
+    committed_lens: torch.Tensor
+    bounds: list[int]
+
+
+class Drafting(ABC):
+    """Forward passes of a draft model; see the module docstring."""
+
+    def __init__(self, runner: ModelRunner, shape: DraftShape, max_position: int) -> None:
+        self.model_runner = runner
+        self.shape = shape
+        self.max_position = max_position  # last position that the models know
+        self.device = runner.device
+
+    @property
+    @abstractmethod
+    def num_slots(self) -> int:
+        """Slots behind the committed ones that a proposal writes, per request."""
+
+    @abstractmethod
+    def after_prefill(
+        self,
+        batch: ForwardBatch,
+        next_ids: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        """Run the target's prefill step `batch` through the draft.
+
+        next_ids int64 [b]: what follows each request's last token: sampled, or the next token of
+        the prompt in a chunk with more to come. features [n, ...]: the target's hidden states.
+        """
+
+    @abstractmethod
+    def after_verify(
+        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
+    ) -> None:
+        """Write the draft's KV of the accepted path. accepted_ids int64 [b, d]: the root and the
+        accepted drafts, as far as accepted."""
+
+    @abstractmethod
+    def propose(
+        self, drafted: DraftedRows, coins: Coins | None, info: SamplingBatchInfo | None
+    ) -> Drafted:
+        """Draft a tree below each root. `coins`: draw the drafts (chains only), else the best."""
+
+    # -- shared ---------------------------------------------------------------------------------
+
+    def _slots(self, drafted: DraftedRows, first: int, count: int) -> torch.Tensor:
+        """int64 [b * count]: slots of positions committed + first .. + count of each request."""
+        table = self.model_runner.req_to_token_pool.req_to_token
+        columns = drafted.committed_lens.unsqueeze(1) + torch.arange(
+            first, first + count, device=self.device
+        )
+        return table[drafted.rows.unsqueeze(1), columns].flatten().to(torch.int64)
+
+    def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
+        # Drafts behind the end of the context are never accepted, but must not break a table.
+        return positions.clamp(max=self.max_position)
+
+    def _step_batch(
+        self,
+        drafted: DraftedRows,
+        token_ids: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        *,
+        position: int,
+        first_slot: int,
+        attention: TreeAttention | None,
+    ) -> ForwardBatch:
+        """One draft step of k = `attention.tokens_per_req` branches (1 without).
+
+        The new tokens have position committed + `position` and slots from `first_slot` on.
+        """
+        k = 1 if attention is None else attention.tokens_per_req
+        b = drafted.rows.shape[0]
+        positions = self._clamped((drafted.committed_lens + position).repeat_interleave(k))
+        lens = [bound + first_slot + k for bound in drafted.bounds]
+        common: dict[str, Any] = {
+            "batch_size": b,
+            "input_ids": token_ids.flatten(),
+            "positions": positions,
+            "req_pool_indices": drafted.rows,
+            "seq_lens": drafted.committed_lens + (first_slot + k),
+            "seq_lens_cpu": lens,
+            "out_cache_loc": self._slots(drafted, first_slot, k),
+            "req_to_token_pool": self.model_runner.req_to_token_pool,
+            "token_to_kv_pool": self.model_runner.token_to_kv_pool,
+            "capture_hidden_mode": CaptureHiddenMode.LAST,
+            "input_hidden_states": hidden_states,
+        }
+        if attention is None:
+            return ForwardBatch(forward_mode=ForwardMode.DECODE, **common)
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            extend_seq_lens=torch.full((b,), k, dtype=torch.int64, device=self.device),
+            extend_prefix_lens=drafted.committed_lens + first_slot,
+            extend_seq_lens_cpu=[k] * b,
+            extend_prefix_lens_cpu=[bound + first_slot for bound in drafted.bounds],
+            spec_info=attention,
+            **common,
+        )
+
+    def _top_k(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(probabilities float32 [r, k], target ids int64 [r, k]) of logits [r, V_d]."""
+        k = self.shape.topk
+        if k == 1:
+            # Of a single branch the score decides nothing.
+            best = logits.argmax(dim=-1, keepdim=True)
+            return torch.ones_like(best, dtype=torch.float32), self._to_target(best)
+        probs, ids = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+        return probs, self._to_target(ids)
+
+    def _to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        model = self.model_runner.model
+        return model.to_target_ids(draft_ids) if isinstance(model, EagleDraftModel) else draft_ids
+
+    def _grow(
+        self,
+        drafted: DraftedRows,
+        frontier: DraftFrontier,
+        hidden: torch.Tensor | None,
+        *,
+        first_slot: int,
+        first_position: int,
+    ) -> DraftTree:
+        """Expand the first frontier for the remaining steps and choose what is verified.
+
+        hidden [b, H]: the state that the first frontier came from. Its nodes get the positions
+        committed + `first_position` and slots from `first_slot` on.
+        """
+        k, b = self.shape.topk, drafted.rows.shape[0]
+        steps, paths = [frontier], None
+        for step in range(1, self.shape.num_steps):
+            rows = parent_rows(step - 1, frontier)
+            states = None if hidden is None else hidden.index_select(0, rows)
+            attention = None
+            if k > 1:
+                paths = extend_paths(paths, frontier)
+                num_behind = first_slot + step * k
+                attention = branch_attention(
+                    paths,
+                    drafted.committed_lens + num_behind,
+                    sum(drafted.bounds) + b * num_behind,
+                )
+            output = self.model_runner.forward(
+                self._step_batch(
+                    drafted,
+                    frontier.token_ids,
+                    states,
+                    position=first_position + step - 1,
+                    first_slot=first_slot + (step - 1) * k,
+                    attention=attention,
+                )
+            )
+            hidden = output.hidden_states if hidden is not None else None
+            probs, ids = self._top_k(output.next_token_logits)
+            frontier = select_top_k(step, probs, ids, frontier)
+            steps.append(frontier)
+        if k == 1:
+            tokens = [drafted.root_ids.view(b, 1), *(step.token_ids for step in steps)]
+            return chain_tree(torch.cat(tokens, dim=1))
+        return organize_draft_results(steps, drafted.root_ids, self.shape.num_draft_tokens)
+
+    def _draw_chain(
+        self,
+        drafted: DraftedRows,
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+        coins: Coins,
+        info: SamplingBatchInfo,
+        *,
+        first_slot: int,
+        first_position: int,
+    ) -> Drafted:
+        """A chain whose tokens are drawn from the draft's distributions; logits float32 [b, V_d]
+        and hidden [b, H]: of the first one."""
+        tokens, probs = [drafted.root_ids], []
+        for step in range(self.shape.num_steps):
+            q = self._draft_probs(logits, info)
+            coin = coins.at(drafted.committed_lens + 1 + step, CoinUse.DRAFT)
+            tokens.append(draw(q, coin))
+            probs.append(q / q.sum(dim=-1, keepdim=True))
+            if step + 1 == self.shape.num_steps:
+                break
+            output = self.model_runner.forward(
+                self._step_batch(
+                    drafted,
+                    tokens[-1],
+                    hidden,
+                    position=first_position + step,
+                    first_slot=first_slot + step,
+                    attention=None,
+                )
+            )
+            logits = output.next_token_logits
+            hidden = output.hidden_states if hidden is not None else None
+        return Drafted(
+            tree=chain_tree(torch.stack(tokens, dim=1)), draft_probs=torch.stack(probs, dim=1)
+        )
+
+    def _draft_probs(self, logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+        """float32 [b, V], target vocabulary: what each request's draft is drawn from."""
+        logits = logits.float()
+        probs = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+        if info.sampled_rows:
+            probs[info.sampled_index] = sampling_probs(logits, info)
+        model = self.model_runner.model
+        hot = model.hot_token_id if isinstance(model, EagleDraftModel) else None
+        return probs if hot is None else to_target_vocab(probs, hot, info.vocab_size)
+
+
+class EagleDrafting(Drafting):
+    """EAGLE, EAGLE3 and MTP drafts."""
+
+    def __init__(
+        self, runner: ModelRunner, shape: DraftShape, max_position: int, *, draws: bool = False
+    ) -> None:
+        """`draws`: drafts will be drawn from the draft's distributions."""
+        super().__init__(runner, shape, max_position)
+        rows, k = runner.req_to_token_pool.size, shape.topk
+        # The outcome of the last catching up, by row of the request table.
+        self._probs = torch.zeros((rows, k), dtype=torch.float32, device=self.device)
+        self._ids = torch.zeros((rows, k), dtype=torch.int64, device=self.device)
+        width = self._draft_vocab_size() if draws else 0
+        self._logits = torch.zeros((rows, width), dtype=torch.float32, device=self.device)
+        self._hidden = torch.zeros(
+            (rows, runner.model_config.hidden_size), dtype=runner.dtype, device=self.device
+        )
+
+    def _draft_vocab_size(self) -> int:
+        model = self.model_runner.model
+        if not isinstance(model, EagleDraftModel):
+            raise TypeError(f"{type(model).__name__} is no EAGLE draft")
+        return model.draft_config.draft_vocab_size
+
+    @property
+    def num_slots(self) -> int:
+        return self.shape.topk * (self.shape.num_steps - 1)
+
+    def after_prefill(
+        self, batch: ForwardBatch, next_ids: torch.Tensor, features: torch.Tensor | None
+    ) -> None:
+        """See the base class."""
+        if batch.extend_seq_lens is None or features is None:
+            raise RuntimeError("a prefill step with the target's hidden states is needed")
+        ends = batch.extend_seq_lens.cumsum(0) - 1
+        token_ids = batch.input_ids.roll(-1).index_copy_(0, ends, next_ids)
+        output = self.model_runner.forward(
+            ForwardBatch(
+                forward_mode=ForwardMode.EXTEND,
+                batch_size=batch.batch_size,
+                input_ids=token_ids,
+                positions=batch.positions,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=batch.seq_lens,
+                seq_lens_cpu=batch.seq_lens_cpu,
+                out_cache_loc=batch.out_cache_loc,
+                req_to_token_pool=batch.req_to_token_pool,
+                token_to_kv_pool=self.model_runner.token_to_kv_pool,
+                extend_seq_lens=batch.extend_seq_lens,
+                extend_prefix_lens=batch.extend_prefix_lens,
+                extend_seq_lens_cpu=batch.extend_seq_lens_cpu,
+                extend_prefix_lens_cpu=batch.extend_prefix_lens_cpu,
+                capture_hidden_mode=CaptureHiddenMode.LAST,
+                input_hidden_states=features,
+                hicache_consumer_index=batch.hicache_consumer_index,
+            )
+        )
+        self._remember(batch.req_pool_indices, output)
+
+    def after_verify(
+        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
+    ) -> None:
+        """See the base class: the tokens after each accepted one, with the target's features."""
+        batch = catch_up_batch(self, drafted, path, path.token_ids)
+        batch.input_hidden_states = path.features
+        batch.logits_rows = path.last_rows
+        batch.capture_hidden_mode = CaptureHiddenMode.LAST
+        self._remember(drafted.rows, self.model_runner.forward(batch))
+
+    def _remember(self, rows: torch.Tensor, output: LogitsProcessorOutput) -> None:
+        if output.hidden_states is None:
+            raise RuntimeError("the draft returned no hidden states")
+        self._probs[rows], self._ids[rows] = self._top_k(output.next_token_logits)
+        self._hidden[rows] = output.hidden_states
+        if self._logits.shape[1]:
+            self._logits[rows] = output.next_token_logits.float()
+
+    def propose(
+        self, drafted: DraftedRows, coins: Coins | None, info: SamplingBatchInfo | None
+    ) -> Drafted:
+        """See the base class."""
+        rows = drafted.rows
+        hidden = self._hidden[rows]
+        if coins is not None and info is not None:
+            return self._draw_chain(
+                drafted, self._logits[rows], hidden, coins, info, first_slot=0, first_position=0
+            )
+        frontier = select_top_k(0, self._probs[rows], self._ids[rows], None)
+        tree = self._grow(drafted, frontier, hidden, first_slot=0, first_position=0)
+        return Drafted(tree=tree)
+
+
+class StandaloneDrafting(Drafting):
+    """A language model of its own as the draft."""
+
+    @property
+    def num_slots(self) -> int:
+        return 1 + self.shape.topk * (self.shape.num_steps - 1)
+
+    def after_prefill(
+        self, batch: ForwardBatch, next_ids: torch.Tensor, features: torch.Tensor | None
+    ) -> None:
+        """See the base class: the same tokens, no logits wanted."""
+        self.model_runner.forward(
+            ForwardBatch(
+                forward_mode=ForwardMode.EXTEND,
+                batch_size=batch.batch_size,
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                req_pool_indices=batch.req_pool_indices,
+                seq_lens=batch.seq_lens,
+                seq_lens_cpu=batch.seq_lens_cpu,
+                out_cache_loc=batch.out_cache_loc,
+                req_to_token_pool=batch.req_to_token_pool,
+                token_to_kv_pool=self.model_runner.token_to_kv_pool,
+                extend_seq_lens=batch.extend_seq_lens,
+                extend_prefix_lens=batch.extend_prefix_lens,
+                extend_seq_lens_cpu=batch.extend_seq_lens_cpu,
+                extend_prefix_lens_cpu=batch.extend_prefix_lens_cpu,
+                logits_rows=torch.empty(0, dtype=torch.int64, device=self.device),
+                hicache_consumer_index=batch.hicache_consumer_index,
+            )
+        )
+
+    def after_verify(
+        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
+    ) -> None:
+        """See the base class: the root and the accepted drafts, no logits wanted."""
+        batch = catch_up_batch(self, drafted, path, accepted_ids.flatten())
+        batch.logits_rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.model_runner.forward(batch)
+
+    def propose(
+        self, drafted: DraftedRows, coins: Coins | None, info: SamplingBatchInfo | None
+    ) -> Drafted:
+        """See the base class."""
+        output = self.model_runner.forward(
+            self._step_batch(
+                drafted, drafted.root_ids, None, position=0, first_slot=0, attention=None
+            )
+        )
+        if coins is not None and info is not None:
+            return self._draw_chain(
+                drafted,
+                output.next_token_logits,
+                None,
+                coins,
+                info,
+                first_slot=1,
+                first_position=1,
+            )
+        frontier = select_top_k(0, *self._top_k(output.next_token_logits), None)
+        tree = self._grow(drafted, frontier, None, first_slot=1, first_position=1)
+        return Drafted(tree=tree)
+
+
+def catch_up_batch(
+    drafting: Drafting, drafted: DraftedRows, path: EagleExtendInput, token_ids: torch.Tensor
+) -> ForwardBatch:
+    """d tokens of each request over its committed slots; those not accepted are scratch."""
+    runner = drafting.model_runner
+    b, d = drafted.rows.shape[0], path.tokens_per_req
+    return ForwardBatch(
+        forward_mode=ForwardMode.DRAFT_EXTEND,
+        batch_size=b,
+        input_ids=token_ids,
+        positions=drafting._clamped(path.positions),
+        req_pool_indices=drafted.rows,
+        seq_lens=drafted.committed_lens + d,
+        seq_lens_cpu=[bound + d for bound in drafted.bounds],
+        out_cache_loc=drafting._slots(drafted, 0, d),
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool=runner.token_to_kv_pool,
+        extend_seq_lens=torch.full((b,), d, dtype=torch.int64, device=drafting.device),
+        extend_prefix_lens=drafted.committed_lens,
+        extend_seq_lens_cpu=[d] * b,
+        extend_prefix_lens_cpu=drafted.bounds,
+    )

@@ -1,0 +1,134 @@
+"""Data of a speculative step: what is drafted, verified, accepted and given back to the draft.
+
+Plain records of device tensors; `speculative.eagle_utils` makes them, the speculative workers
+pass them on. No method reads a device, shapes never depend on values.
+
+Letters: b requests, w verified tokens a request (root and w - 1 drafted ones), k branches of a
+draft step, d most tokens that a step can add (longest path of drafts + 1), H hidden size. Nodes of
+a request's tree are numbered 0..w-1, the root (last known token) is 0, parents precede children.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.speculative.spec_info import SpecInput
+
+# Parent of a root, absent child or sibling, unused entry of a fixed-shape list of nodes.
+NO_NODE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftFrontier:
+    """One step of drafting: nodes just generated, and those of them to be expanded next.
+
+    Generated nodes of all steps are numbered consecutively (their *candidate index*): k of step 0,
+    k * k of each later step, child c of frontier node f being number f * k + c of its step.
+    """
+
+    candidate_scores: torch.Tensor  # float32 [b, m]: products of probabilities; m = k or k * k
+    candidate_ids: torch.Tensor  # int64 [b, m]: tokens, in the target's vocabulary
+    frontier: torch.Tensor  # int64 [b, k]: candidate indices of the nodes to expand
+    scores: torch.Tensor  # float32 [b, k]
+    token_ids: torch.Tensor  # int64 [b, k]: inputs of the next draft step
+    # int64 [b, k]: which node of the previous frontier is the parent (0 in step 0, where it is the
+    # root): the next step takes this branch's hidden state and keys.
+    parent_branches: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTree:
+    """What will be verified. In a chain node i is the parent of node i + 1."""
+
+    token_ids: torch.Tensor  # int64 [b, w]
+    parents: torch.Tensor  # int64 [b, w]: node, NO_NODE for the root
+    depths: torch.Tensor  # int64 [b, w]: edges to the root
+    is_ancestor: torch.Tensor  # bool [b, w, w]: [i, j] = j lies on the path root..i, i included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLinks:
+    """A tree as the linked lists that acceptance kernels walk. Children in order of their index."""
+
+    retrieve_index: torch.Tensor  # int64 [b, w]: row of the node among all b * w verified tokens
+    retrieve_next_token: torch.Tensor  # int64 [b, w]: first child, or NO_NODE
+    retrieve_next_sibling: torch.Tensor  # int64 [b, w]: next child of the same parent, or NO_NODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleDraftInput(SpecInput):
+    """Where drafting starts: the outcome of the draft model's last extend, one row a request."""
+
+    topk_probs: torch.Tensor  # float32 [b, k]: of the first drafted token
+    topk_ids: torch.Tensor  # int64 [b, k]: in the target's vocabulary
+    hidden_states: torch.Tensor | None  # [b, H]; None for drafts that read no hidden states
+    root_ids: torch.Tensor  # int64 [b]: the last known token, not yet run through the target
+    committed_lens: torch.Tensor  # int64 [b]: tokens before it, which is also its position
+    # Rejection sampling only: what the first drafted token was drawn from, target vocabulary.
+    draft_probs: torch.Tensor | None = None  # float32 [b, V]
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.LAST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleVerifyInput(SpecInput):
+    """What the target verifies in one forward pass; `tokens_per_req` is w."""
+
+    draft_token_ids: torch.Tensor  # int64 [b * w], request after request, in node order
+    positions: torch.Tensor  # int64 [b * w]: committed length + depth
+    committed_lens: torch.Tensor  # int64 [b]: tokens before the root
+    tree: DraftTree
+    links: TreeLinks | None  # None for a chain, where they say nothing
+    max_accept_len: int  # d
+    # Flat, as in `layers.attention.base.TreeMaskInput`; None: causal, which a chain is.
+    custom_mask: torch.Tensor | None
+    # Rejection sampling only: what each draft was drawn from, in the target's vocabulary.
+    draft_probs: torch.Tensor | None = None  # float32 [b, w - 1, V]
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptResult:
+    """What the target agreed to, at least one token a request.
+
+    A request's new tokens are `output_ids[:accept_len]`: the accepted drafts, then the bonus
+    token. What lies behind them has no meaning (0 in `output_ids`).
+    """
+
+    # int64 [b, d]: the root and the accepted nodes, downwards; NO_NODE from accept_len on.
+    accept_index: torch.Tensor
+    accept_lens: torch.Tensor  # int64 [b] in 1..d, the bonus token included
+    output_ids: torch.Tensor  # int64 [b, d]
+    bonus_ids: torch.Tensor  # int64 [b]: the last of the new tokens, root of the next tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """How the accepted path comes to the front of each request's w rows and slots.
+
+    Entries from a request's accept length on move a slot to itself and read a row that exists, so
+    that nothing depends on the lengths.
+    """
+
+    rows: torch.Tensor  # int64 [b, d]: rows, of b * w, of the path root..last accepted node
+    from_slots: torch.Tensor  # int64 [b, d]: KV to be copied ...
+    to_slots: torch.Tensor  # int64 [b, d]: ... to here; read all, then write
+    is_kept: torch.Tensor  # bool [b, w]: slots that hold KV afterwards; the others are free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleExtendInput(SpecInput):
+    """What the draft model catches up with: tokens, each beside the target's features before it.
+
+    After a prefill n is the number of new tokens, `tokens_per_req` 0 (it varies); after a
+    verification n is b * d and `tokens_per_req` is d, whatever was accepted.
+    """
+
+    token_ids: torch.Tensor  # int64 [n]: shifted left by one against the target's
+    features: torch.Tensor | None  # [n, features], the target's; None: the draft reads none
+    positions: torch.Tensor  # int64 [n]: the target's
+    last_rows: torch.Tensor  # int64 [b]: the row of each request that drafting goes on from
+    committed_lens: torch.Tensor  # int64 [b]: known tokens whose KV the target has, afterwards
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.LAST

@@ -1,0 +1,201 @@
+"""From settings to the worker of a speculative algorithm; fills `spec_info`'s registry.
+
+Owns what must be known before the target is built (how much memory a draft will take) and the
+assembly of target, draft and worker. Called once per scheduler at start-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sglang.srt.configs.draft_config import read_draft_config, read_eagle_config
+from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.model_runner import (
+    ModelRunner,
+    RunnerConfig,
+    SharedMemoryPool,
+    kv_bytes_per_token,
+)
+from sglang.srt.models.base import LanguageModel
+from sglang.srt.models.eagle_draft import EagleDraftModel
+from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWorker
+from sglang.srt.speculative.draft_runner import Drafting, EagleDrafting, StandaloneDrafting
+from sglang.srt.speculative.eagle_worker import DraftModelWorker, EAGLEWorker, StandaloneWorker
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.srt.speculative.spec_info import (
+    DraftFeatures,
+    DraftShape,
+    SpeculativeAlgorithm,
+    register_worker,
+)
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecSettings:
+    """The part of the server's arguments that speculation reads."""
+
+    algorithm: SpeculativeAlgorithm
+    shape: DraftShape
+    rule: AcceptanceRule
+    draft_model_path: str | None = None
+    draft_load_format: str = "auto"
+    overlap: bool = False  # the host reads outcomes one step late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """A draft model that is to be loaded beside a target. Sizes are of one rank."""
+
+    config: ModelConfig
+    token_bytes: int
+    weight_bytes: int
+
+
+def plan_draft(
+    settings: SpecSettings, target: ModelConfig, kv_dtype: torch.dtype
+) -> DraftPlan | None:
+    """Read the draft's configuration; None where the algorithm has no draft model.
+
+    Raises ModelConfigError with the reason where draft and target do not fit.
+    """
+    traits = settings.algorithm.traits
+    if not traits.has_draft_model:
+        return None
+    path = settings.draft_model_path
+    if path is None:
+        raise ModelConfigError(
+            f"--speculative-algorithm {settings.algorithm.name} needs "
+            "--speculative-draft-model-path"
+        )
+    tp_size = get_tp_group().size
+    if traits.features is DraftFeatures.NONE:
+        config = _read_standalone_config(path, target)
+    else:
+        config = read_draft_config(path, target, tp_size=tp_size)
+    return DraftPlan(
+        config=config,
+        token_bytes=kv_bytes_per_token(config, tp_size, kv_dtype),
+        weight_bytes=_weight_bytes(path, config),
+    )
+
+
+def _read_standalone_config(path: str, target: ModelConfig) -> ModelConfig:
+    config = ModelConfig.from_path(path, dtype=target.dtype)
+    if config.vocab_size != target.vocab_size:
+        raise ModelConfigError(
+            f"the draft {path} cannot be used: its vocabulary has {config.vocab_size} tokens, "
+            f"the target's has {target.vocab_size}"
+        )
+    if config.context_len < target.context_len:
+        raise ModelConfigError(
+            f"the draft {path} cannot be used: it has positions for {config.context_len} tokens, "
+            f"the target's context is {target.context_len}"
+        )
+    return dataclasses.replace(config, context_len=target.context_len)
+
+
+def _weight_bytes(path: str, config: ModelConfig) -> int:
+    """What the weights will take, by the files: half-precision files may be widened."""
+    itemsize = getattr(torch, config.dtype).itemsize
+    folder = Path(path)
+    files = list(folder.iterdir()) if folder.is_dir() else [folder]
+    on_disk = sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
+    return on_disk * itemsize // 2
+
+
+def draft_positions(settings: SpecSettings) -> int:
+    """Columns that proposals may touch behind the context, with one step in flight."""
+    shape = settings.shape
+    slots = max(shape.num_draft_tokens, 1 + shape.topk * (shape.num_steps - 1))
+    return shape.max_accept_len + slots
+
+
+def create_draft_worker(
+    settings: SpecSettings,
+    plan: DraftPlan | None,
+    target_worker: TpModelWorker,
+    runner_config: RunnerConfig,
+) -> BaseSpecWorker:
+    """Load the draft, if there is one, and build the algorithm's worker around the target's."""
+    return settings.algorithm.create_worker(
+        settings=settings, plan=plan, target_worker=target_worker, runner_config=runner_config
+    )
+
+
+def _make_draft_model_worker(
+    *,
+    settings: SpecSettings,
+    plan: DraftPlan | None,
+    target_worker: TpModelWorker,
+    runner_config: RunnerConfig,
+) -> BaseSpecWorker:
+    if plan is None:
+        raise ModelConfigError(f"{settings.algorithm.name} needs a draft model")
+    target = target_worker.model_runner
+    runner = ModelRunner(
+        plan.config,
+        dataclasses.replace(
+            runner_config,
+            load_format=settings.draft_load_format,
+            # Draft steps are part of the worker's own graphs and read hidden states.
+            disable_cuda_graph=True,
+            use_decode_runner=settings.algorithm is SpeculativeAlgorithm.STANDALONE,
+            warm_up_tokens=0,
+            draft_token_bytes=0,
+            draft_weight_bytes=0,
+            draft_positions=0,
+        ),
+        SharedMemoryPool(
+            req_to_token_pool=target.req_to_token_pool,
+            token_to_kv_pool_allocator=target.token_to_kv_pool_allocator,
+        ),
+        after_load=lambda model: _share_with_target(model, target.model),
+    )
+    max_position = target.model_config.context_len - 1
+    traits = settings.algorithm.traits
+    drafting: Drafting
+    if traits.features is DraftFeatures.NONE:
+        drafting = StandaloneDrafting(runner, settings.shape, max_position)
+        return _worker_class(settings)(
+            target_worker, drafting, settings.rule, CaptureHiddenMode.NULL
+        )
+    layers = read_eagle_config(plan.config).layers_to_capture(target.model_config.num_hidden_layers)
+    if layers is not None:
+        target_model: LanguageModel = target.model
+        target_model.set_eagle3_layers_to_capture(layers)
+    drafting = EagleDrafting(
+        runner, settings.shape, max_position, draws=settings.rule.use_rejection_sampling
+    )
+    return _worker_class(settings)(target_worker, drafting, settings.rule, CaptureHiddenMode.FULL)
+
+
+def _worker_class(settings: SpecSettings) -> type[DraftModelWorker]:
+    if settings.overlap:
+        return EAGLEWorkerV2
+    is_standalone = settings.algorithm is SpeculativeAlgorithm.STANDALONE
+    return StandaloneWorker if is_standalone else EAGLEWorker
+
+
+def _share_with_target(model: LanguageModel, target: LanguageModel) -> None:
+    if isinstance(model, EagleDraftModel):
+        model.set_embed_and_head(*target.get_embed_and_head())
+
+
+for _algorithm in (
+    SpeculativeAlgorithm.EAGLE,
+    SpeculativeAlgorithm.EAGLE3,
+    SpeculativeAlgorithm.STANDALONE,
+):
+    register_worker(_algorithm, _make_draft_model_worker)

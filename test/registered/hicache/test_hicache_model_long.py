@@ -1,0 +1,85 @@
+"""Two hundred thousand checked steps of random lives over the hierarchical caches.
+
+Every tree, write policy, prefetch policy, page size and key mode, one rank and two; storage delays,
+fails, truncates and corrupts. The unit suite has a short run of the same model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
+from sglang.srt.mem_cache.hicache_records import PREFETCH_POLICIES, WRITE_POLICIES
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.fakes.hicache_model import HiCacheModel, ModelConfig
+
+register_cpu_ci(est_time=150, suite="hicache")
+
+PAGE_SIZES = (1, 4, 16)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The faults of the stores are meant."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize("prefetch_policy", PREFETCH_POLICIES)
+def test_one_rank(write_policy: str, prefetch_policy: str) -> None:
+    """9 x 6 x 2 x 1,500 = 162,000 steps."""
+    counts: Counter[str] = Counter()
+    for seed, (page_size, is_eagle) in enumerate(itertools.product(PAGE_SIZES, (False, True))):
+        for make_tree in (HiRadixCache, UnifiedRadixCache):
+            config = ModelConfig(
+                make_tree=make_tree,
+                page_size=page_size,
+                is_eagle=is_eagle,
+                write_policy=write_policy,
+                prefetch_policy=prefetch_policy,
+                with_faults=seed % 3 != 0,
+            )
+            model = HiCacheModel(config, 100 + 2 * seed + (make_tree is HiRadixCache))
+            model.run(1500)
+            counts += model.counts
+    # The run is worth nothing unless data went through all tiers, up and down.
+    for name in ("backup_tokens", "backuped_tokens", "prefetched_tokens", "load_back_tokens"):
+        assert counts[name] > 100, counts
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+def test_recurrent_state(write_policy: str) -> None:
+    """3 x 3 x 3 x 800 = 21,600 steps."""
+    for page_size, num_states in itertools.product(PAGE_SIZES, (2, 5, 30)):
+        config = ModelConfig(
+            make_tree=HiMambaRadixCache,
+            page_size=page_size,
+            write_policy=write_policy,
+            num_states=num_states,
+        )
+        HiCacheModel(config, page_size + num_states).run(800)
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize("prefetch_policy", PREFETCH_POLICIES)
+def test_two_ranks(write_policy: str, prefetch_policy: str) -> None:
+    """9 x 3 x 800 = 21,600 steps on each of two ranks."""
+    for page_size in PAGE_SIZES:
+        config = ModelConfig(
+            make_tree=UnifiedRadixCache,
+            page_size=page_size,
+            is_eagle=page_size == 4,
+            write_policy=write_policy,
+            prefetch_policy=prefetch_policy,
+            num_ranks=2,
+        )
+        HiCacheModel(config, 40 + page_size).run(800)

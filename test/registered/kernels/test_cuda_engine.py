@@ -1,0 +1,238 @@
+"""The engine on a GPU: captured decode steps, NCCL inside them, 8-bit caches, warm-up.
+
+Everything here needs a CUDA device; tiny models, so that it takes seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang.srt import platforms
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.parallel_state import TPGroup
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.srt.utils.network import get_free_port
+from sglang.test.fakes.scheduler_harness import SchedulerHarness
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS = [[3 + (i * 11 + j) % 150 for j in range(4 + 5 * i)] for i in range(5)]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(autouse=True)
+def _platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "_current", None)
+
+
+def make_runner(path: Path, dtype: str, device: str = "cuda", **changes: Any) -> ModelRunner:
+    # Both kinds in one process, one after the other.
+    platforms._current = None
+    platforms.init_platform(device).configure_process(None)
+    config = RunnerConfig(
+        load_format="auto",
+        attention_backend=platforms.current_platform().default_attention_backend,
+        page_size=4,
+        mem_fraction_static=0.9,
+        max_total_tokens=4096,
+        max_running_requests=8,
+        kv_cache_dtype="auto",
+        random_seed=0,
+    )
+    model_config = ModelConfig.from_path(str(path), dtype=dtype, device=device)
+    return ModelRunner(model_config, dataclasses.replace(config, **changes))
+
+
+def tokens_of(runner: ModelRunner, prompts: list[list[int]] | None = None) -> list[list[int]]:
+    prompts = PROMPTS if prompts is None else prompts
+    harness = SchedulerHarness(
+        worker=TpModelWorker(runner),
+        page_size=runner.config.page_size,
+        max_requests=8,
+        context_len=runner.model_config.context_len,
+        vocab_size=runner.model_config.vocab_size,
+        overlap=True,
+    )
+    for index, prompt in enumerate(prompts):
+        harness.generate(f"r{index}", prompt, NUM_TOKENS, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.scheduler.flush_cache()
+    return [harness.tokens(f"r{index}") for index in range(len(prompts))]
+
+
+def graphs_of(runner: ModelRunner) -> CudaGraphRunner:
+    assert isinstance(runner.decode_runner, CudaGraphRunner)
+    return runner.decode_runner
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_captured_steps_give_the_tokens_of_the_cpu(tmp_path: Path, family: str) -> None:
+    path = make_tiny_checkpoint(tmp_path, family)
+    runner = make_runner(path, "float32")
+    on_cuda = tokens_of(runner)
+    assert graphs_of(runner).num_steps >= NUM_TOKENS - 1
+    assert on_cuda == tokens_of(make_runner(path, "float32", "cpu"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_captured_steps_in_half_precision(tmp_path: Path, family: str) -> None:
+    """Against the same steps uncaptured: at least half of the answers to their ends."""
+    path = make_tiny_checkpoint(tmp_path, family)
+    captured = tokens_of(make_runner(path, "float16"))
+    plain = tokens_of(make_runner(path, "float16", disable_cuda_graph=True))
+    assert [answer[0] for answer in captured] == [answer[0] for answer in plain]
+    assert 2 * sum(a == b for a, b in zip(captured, plain)) >= len(PROMPTS)
+
+
+def test_without_padding_other_sizes_are_not_replayed(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path)
+    runner = make_runner(path, "float16", cuda_graph_bs=[4], disable_cuda_graph_padding=True)
+    tokens_of(runner, PROMPTS[:3])
+    assert graphs_of(runner).num_steps == 0
+    tokens_of(runner, PROMPTS[:4])
+    assert graphs_of(runner).num_steps > 0
+
+
+def test_warm_up_leaves_no_trace(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path, max_position_embeddings=4096)
+    runner = make_runner(path, "float16", warm_up_tokens=3000)
+    allocator = runner.token_to_kv_pool_allocator
+    assert allocator.available_size() == runner.max_total_num_tokens
+    assert not runner.req_to_token_pool.req_to_token.any()
+    assert not runner.token_to_kv_pool.get_key_buffer(0)[runner.config.page_size :].any()
+    assert tokens_of(runner) == tokens_of(make_runner(path, "float16"))
+
+
+def last_logits(runner: ModelRunner, prompt: list[int], prefix_len: int) -> torch.Tensor:
+    """Logits after the prompt, its first tokens read back from the cache: float32 [V]."""
+    slots = torch.arange(4, 4 + len(prompt))
+    runner.req_to_token_pool.write(1, 0, slots)
+    for start, end in ((0, prefix_len), (prefix_len, len(prompt))):
+        device = runner.device
+
+        def tensor(values: list[int], device: torch.device = device) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        output = runner.forward(
+            ForwardBatch(
+                forward_mode=ForwardMode.EXTEND,
+                batch_size=1,
+                input_ids=tensor(prompt[start:end]),
+                positions=tensor(list(range(start, end))),
+                req_pool_indices=tensor([1]),
+                seq_lens=tensor([end]),
+                seq_lens_cpu=[end],
+                out_cache_loc=slots[start:end].to(device),
+                req_to_token_pool=runner.req_to_token_pool,
+                token_to_kv_pool=runner.token_to_kv_pool,
+                extend_seq_lens=tensor([end - start]),
+                extend_prefix_lens=tensor([start]),
+                extend_seq_lens_cpu=[end - start],
+                extend_prefix_lens_cpu=[start],
+            )
+        )
+    return output.next_token_logits[0].float().cpu()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [("fp8_e4m3", torch.float8_e4m3fn, 0.1), ("fp8_e5m2", torch.float8_e5m2, 0.2)],
+)
+def test_an_8_bit_cache_rounds_and_halves_the_memory(
+    tmp_path: Path, name: str, dtype: torch.dtype, most: float
+) -> None:
+    path = make_tiny_checkpoint(tmp_path)
+    exact, narrow = (make_runner(path, "bfloat16", kv_cache_dtype=d) for d in ("auto", name))
+    assert narrow.token_to_kv_pool.dtype == dtype
+    assert 2 * narrow.kv_cache_bytes == exact.kv_cache_bytes
+    expected = last_logits(exact, PROMPTS[4], 20)
+    got = last_logits(narrow, PROMPTS[4], 20)
+    error = float((got - expected).norm() / expected.norm())
+    # Something must have been rounded, by the steps of the type.
+    assert 1e-4 < error < most
+    tokens = tokens_of(narrow)
+    assert graphs_of(narrow).num_steps > 0
+    assert [len(answer) for answer in tokens] == [NUM_TOKENS] * len(PROMPTS)
+
+
+@pytest.fixture
+def nccl_group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as the only rank of a real NCCL group."""
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"tcp://127.0.0.1:{get_free_port()}",
+        world_size=1,
+        rank=0,
+        device_id=torch.device("cuda", 0),
+    )
+    group = TPGroup(size=1, rank=0, device_group=dist.group.WORLD)
+    monkeypatch.setattr(parallel_state, "_tp_group", group)
+    yield
+    monkeypatch.undo()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_collectives_are_captured_with_the_step(
+    tmp_path: Path,
+    family: str,
+    nccl_group_of_one: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All-reduces of the layers and the gathered logits, by NCCL, in replayed steps."""
+    path = make_tiny_checkpoint(tmp_path, family)
+    calls = {"all_reduce": 0, "all_gather": 0}
+    captured = dict(calls)
+
+    def counted(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            captured[name] += torch.cuda.is_current_stream_capturing()
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(dist, name, counted(name))
+    runner = make_runner(path, "float32", cuda_graph_bs=[5])
+    num_layers = runner.model_config.num_hidden_layers
+    assert captured == {"all_reduce": 2 * num_layers, "all_gather": 1}
+    before = dict(calls)
+    tokens = tokens_of(runner)
+    assert graphs_of(runner).num_steps > 0
+    # Prefill steps called them; replays did not, they hold them.
+    assert calls["all_reduce"] - before["all_reduce"] < 2 * num_layers * NUM_TOKENS
+    monkeypatch.setattr(parallel_state, "_tp_group", TPGroup(size=1, rank=0))
+    assert tokens == tokens_of(make_runner(path, "float32"))
+
+
+def test_a_captured_all_reduce_sees_new_values(nccl_group_of_one: None) -> None:
+    values = torch.ones(1000, device="cuda")
+    dist.all_reduce(values)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = values * 2
+        dist.all_reduce(total)
+        result = total + 1
+    for number in range(3):
+        values.fill_(number)
+        graph.replay()
+        assert result.eq(2 * number + 1).all()

@@ -1,0 +1,138 @@
+"""Drafting and acceptance in a CUDA graph: captured once, replayed on other values, as on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sglang.srt.speculative.acceptance import (
+    CoinUse,
+    accept_by_rejection,
+    accept_by_thresholds,
+    accept_chain,
+    accept_tree,
+    draw_targets,
+    seeded_coins,
+)
+from sglang.srt.speculative.eagle_info import DraftFrontier
+from sglang.srt.speculative.eagle_utils import (
+    chain_tree,
+    compact,
+    extend_after_verify,
+    extend_paths,
+    full_tree_mask,
+    organize_draft_results,
+    parent_rows,
+    select_top_k,
+    tree_links,
+    tree_positions,
+)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+B, K, W, V, STEPS, D = 6, 4, 12, 1000, 4, 5
+Inputs = dict[str, torch.Tensor]
+
+
+def make_inputs(seed: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    def ids(limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(limit, shape, generator=generator)
+
+    probs = torch.softmax(torch.randn(B, W, V, generator=generator), dim=-1)
+    inputs = {
+        "roots": ids(3, B),
+        "lens": ids(50, B),
+        "slots": torch.randperm(B * W, generator=generator),
+        "features": rand(B * W, 6),
+        "probs": probs,
+        "targets": ids(3, B, W),
+        "q": probs.flip(0)[:, 1:],
+        "coins": rand(B, W),
+        "final_coins": rand(B, W),
+        "seeds": ids(1000, B),
+        "is_seeded": ids(2, B) > 0,
+        "chain": ids(2, B, W),
+        "limits": ids(W, B),
+    }
+    for step in range(STEPS):
+        rows = B if step == 0 else B * K
+        inputs[f"probs{step}"] = rand(rows, K).sort(dim=1, descending=True).values / K
+        inputs[f"ids{step}"] = rand(rows, V).topk(K, dim=1).indices % 3
+    return inputs
+
+
+def draft_and_accept_tree(x: Inputs) -> list[torch.Tensor]:
+    steps: list[DraftFrontier] = []
+    paths, outputs = None, []
+    for step in range(STEPS):
+        previous = steps[-1] if steps else None
+        frontier = select_top_k(step, x[f"probs{step}"], x[f"ids{step}"], previous)
+        paths = extend_paths(paths, frontier)
+        outputs.append(parent_rows(step, frontier))
+        steps.append(frontier)
+    assert paths is not None
+    tree = organize_draft_results(steps, x["roots"], W)
+    links = tree_links(tree.parents)
+    outputs += [paths, tree.token_ids, tree.parents, tree.is_ancestor, links.retrieve_next_token]
+    outputs += [links.retrieve_next_sibling, tree_positions(tree, x["lens"])]
+    outputs.append(full_tree_mask(tree, x["lens"], 50 * B))
+    greedy = accept_tree(tree, x["targets"], D, x["limits"])
+    coins, final_coins = x["coins"][:, : D - 1], x["final_coins"][:, :D]
+    walked = accept_by_thresholds(tree, x["probs"], coins, final_coins, 0.9, 0.01)
+    for accept in (greedy, walked):
+        compaction = compact(accept, x["slots"], W)
+        extend = extend_after_verify(accept, compaction, x["features"], x["lens"])
+        outputs += [accept.accept_index, accept.output_ids, compaction.from_slots]
+        outputs += [extend.token_ids, extend.positions, extend.last_rows, extend.committed_lens]
+    return outputs
+
+
+def accept_chains(x: Inputs) -> list[torch.Tensor]:
+    tree = chain_tree(x["chain"])
+    positions = x["lens"].unsqueeze(1) + tree.depths + 1
+    coins = seeded_coins(x["coins"], x["seeds"], x["is_seeded"], positions, CoinUse.TARGET)
+    greedy = accept_chain(x["chain"], x["targets"], x["limits"])
+    drawn = draw_targets(x["probs"], coins)
+    rejected = accept_by_rejection(
+        x["chain"], x["probs"], x["q"], coins[:, 1:], x["final_coins"], x["limits"]
+    )
+    outputs = [drawn]
+    for accept in (greedy, rejected, accept_chain(x["chain"], drawn)):
+        outputs += [accept.accept_index, accept.accept_lens, accept.output_ids, accept.bonus_ids]
+    return outputs
+
+
+@pytest.mark.parametrize("function", [draft_and_accept_tree, accept_chains])
+def test_a_replay_equals_the_cpu(function: Callable[[Inputs], list[torch.Tensor]]) -> None:
+    static = {name: value.cuda() for name, value in make_inputs(0).items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function(static)
+    for seed in range(1, 6):
+        inputs = make_inputs(seed)
+        for name, value in inputs.items():
+            static[name].copy_(value)
+        graph.replay()
+        for number, (found, wanted) in enumerate(zip(outputs, function(inputs), strict=True)):
+            assert torch.equal(found.cpu(), wanted), f"output {number}, seed {seed}"
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(100):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    print(f"{function.__name__}: {start.elapsed_time(end) * 10:.1f} us a replay")

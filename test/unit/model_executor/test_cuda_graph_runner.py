@@ -1,0 +1,125 @@
+"""The graph runner around its graphs, which here are replaced by the steps that they would hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.dispatch import checked_argmax
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor import cuda_graph_runner
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.test.fakes.scheduler_harness import SchedulerHarness
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+
+PROMPTS = [[3 + (i * 11 + j) % 150 for j in range(4 + 5 * i)] for i in range(5)]
+
+
+class EagerGraph:
+    """Stands in for a captured step: computes it anew from the static inputs."""
+
+    def __init__(self, owner: CudaGraphRunner, size: int) -> None:
+        self._owner = owner
+        self._size = size
+        self.num_replays = 0
+        self.entry: cuda_graph_runner._Graph
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        batch = self._owner._static_batch(self._size)
+        batch.seq_lens_cpu = batch.seq_lens.tolist()
+        # New tensors: a copy to the host is none on a CPU, and must not see the next step.
+        self.entry.logits = self._owner._forward(batch)
+        self.entry.token_ids, self.entry.unusable_rows = checked_argmax(self.entry.logits)
+
+
+def capture(self: CudaGraphRunner, size: int, pool: None) -> cuda_graph_runner._Graph:
+    graph = EagerGraph(self, size)
+    vocab_size = cast(Any, self._runner.model).config.vocab_size
+    graph.entry = cuda_graph_runner._Graph(
+        graph=cast(Any, graph),
+        logits=torch.zeros(size, vocab_size),
+        token_ids=torch.zeros(size, dtype=torch.int64),
+        unusable_rows=torch.zeros(size, dtype=torch.bool),
+    )
+    return graph.entry
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
+    monkeypatch.setattr(
+        cuda_graph_runner, "_product_library", lambda name: contextlib.nullcontext()
+    )
+    made = ModelRunner(
+        ModelConfig.from_path(str(make_tiny_checkpoint(tmp_path))),
+        RunnerConfig(
+            load_format="auto",
+            attention_backend="torch_native",
+            page_size=4,
+            mem_fraction_static=None,
+            max_total_tokens=512,
+            max_running_requests=8,
+            kv_cache_dtype="auto",
+            random_seed=0,
+        ),
+    )
+    made.decode_runner = None
+    yield made
+
+
+def tokens_of(runner: ModelRunner, num_prompts: int = 5, **wishes: object) -> list[list[int]]:
+    harness = SchedulerHarness(
+        worker=TpModelWorker(runner),
+        page_size=4,
+        max_requests=8,
+        context_len=runner.model_config.context_len,
+        vocab_size=runner.model_config.vocab_size,
+        overlap=True,
+    )
+    for index, prompt in enumerate(PROMPTS[:num_prompts]):
+        # Different ends, so that batches shrink and padding follows.
+        harness.generate(f"r{index}", prompt, 6 + 4 * index, ignore_eos=True, **wishes)
+    harness.run_until_idle()
+    assert harness.scheduler.flush_cache()
+    return [harness.tokens(f"r{index}") for index in range(num_prompts)]
+
+
+@pytest.mark.parametrize("wishes", [{}, {"frequency_penalty": 0.8}])
+def test_padded_replays_give_the_same_tokens(runner: ModelRunner, wishes: dict) -> None:
+    expected = tokens_of(runner, **wishes)
+    runner.decode_runner = CudaGraphRunner(runner, [1, 2, 4, 8], show_progress=False)
+    assert tokens_of(runner, **wishes) == expected
+    replays = {
+        size: cast(Any, entry.graph).num_replays
+        for size, entry in runner.decode_runner._graphs.items()
+    }
+    assert sum(replays.values()) == runner.decode_runner.num_steps > 15
+    assert replays[8] > 0, "no batch was padded"
+
+
+def test_without_padding_only_exact_sizes_are_replayed(runner: ModelRunner) -> None:
+    expected = tokens_of(runner)
+    graphs = CudaGraphRunner(runner, [2, 8], show_progress=False, pad=False)
+    runner.decode_runner = graphs
+    assert tokens_of(runner) == expected
+    assert cast(Any, graphs._graphs[8].graph).num_replays == 0
+    assert cast(Any, graphs._graphs[2].graph).num_replays == graphs.num_steps > 0
+
+
+def test_a_batch_that_is_too_large_is_left_alone(runner: ModelRunner) -> None:
+    expected = tokens_of(runner)
+    graphs = CudaGraphRunner(runner, [1, 2], show_progress=False)
+    runner.decode_runner = graphs
+    assert tokens_of(runner) == expected
+    assert 0 < graphs.num_steps < 20

@@ -1,0 +1,163 @@
+"""Updates with two tensor-parallel ranks and a trainer, each a process, over gloo.
+
+The processes are forks of this one, so that torch need not be loaded again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import (
+    destroy_distributed,
+    get_tp_group,
+    init_distributed,
+)
+from sglang.srt.model_executor.weight_groups import UpdateTimeouts
+from sglang.srt.model_executor.weight_updater import WeightUpdater
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint
+from sglang.srt.utils.network import get_free_ports
+from sglang.srt.utils.process_group import init_custom_process_group
+from sglang.srt.utils.serialization import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config, tiny_weights
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 24,
+    "intermediate_size": 10,
+    "vocab_size": 37,
+}
+GROUP = "weight_update_group"
+RECEIVE_S = 1.0
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    return tiny_weights(tiny_config("llama", **SMALL), seed)
+
+
+class _Runner:
+    def __init__(self, folder: str) -> None:
+        self.model = load_model(ModelConfig.from_path(folder), show_progress=False)
+        self.device = torch.device("cpu")
+        self.tp = get_tp_group()
+        self.decode_runner = None
+        self.fingerprint = WeightsFingerprint(self.tp.cpu_group)
+        self.fingerprint.full(self.model)
+
+    def holds(self, expected: dict[str, torch.Tensor]) -> bool:
+        return all(
+            torch.equal(slot.view(), slot.shard_of(expected[name]))
+            for name, slot in self.model.weight_table().items()
+        )
+
+
+def _describe(named: dict[str, torch.Tensor]) -> tuple[list[str], list[str], list[list[int]]]:
+    dtypes = [str(tensor.dtype) for tensor in named.values()]
+    return list(named), dtypes, [list(tensor.shape) for tensor in named.values()]
+
+
+def _engine(rank: int, folder: str, ports: list[int]) -> dict[str, Any]:
+    init_distributed(2, rank, f"tcp://127.0.0.1:{ports[0]}", timeout_s=30)
+    runner = _Runner(folder)
+    updater = WeightUpdater(
+        runner, model_path=folder, timeouts=UpdateTimeouts(join_s=20, receive_s=RECEIVE_S)
+    )
+    seen: dict[str, Any] = {"start": runner.fingerprint.digest()}
+    joined = updater.init_group("127.0.0.1", str(ports[1]), 1, 3, GROUP, "gloo")
+    assert joined.success, joined.message
+    facts = _describe(weights(1))
+    assert updater.update_from_distributed(*facts, GROUP).success
+    assert runner.holds(weights(1))
+    seen["first"] = runner.fingerprint.digest()
+    result = updater.update_from_distributed(*facts, GROUP, load_format="flattened_bucket")
+    assert result.success and runner.holds(weights(2))
+
+    o_proj, q_proj = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "oq")
+    assert updater.get_weights_by_name(o_proj, 5) == weights(2)[o_proj][:5].tolist()
+    rows = updater.get_weights_by_name(q_proj, 1000)
+    assert rank == 1 or rows == weights(2)[q_proj][:12].tolist()
+    checksum = updater.check_weights("checksum").checksum
+    assert checksum is not None
+    seen["checksum"] = checksum
+
+    # One rank's data is damaged: nobody writes, and both give the same reason.
+    good = MultiprocessingSerializer.serialize(list(weights(3).items()))
+    refused = updater.update_from_tensor([good, good[:100]])
+    seen["refused"] = refused.message
+    assert not refused.success and not refused.weights_mixed and runner.holds(weights(2))
+    assert updater.update_from_tensor([good, good]).success and runner.holds(weights(3))
+
+    # The trainer is gone by now.
+    lost = updater.update_from_distributed(*facts, GROUP)
+    assert not lost.success and "Failed to receive weights" in lost.message, lost
+    assert not lost.weights_mixed and runner.holds(weights(3))
+    assert "init_weights_update_group" in updater.update_from_distributed(*facts, GROUP).message
+    assert updater.update_from_disk(folder).success and runner.holds(weights(0))
+    seen["end"] = runner.fingerprint.digest()
+    destroy_distributed()
+    return seen
+
+
+def _trainer(ports: list[int]) -> None:
+    group = init_custom_process_group(
+        "gloo", f"tcp://127.0.0.1:{ports[1]}", world_size=3, rank=0, group_name=GROUP
+    )
+    works = [
+        dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in weights(1).values()
+    ]
+    for work in works:
+        work.wait()
+    bucket = FlattenedTensorBucket(named_tensors=list(weights(2).items()))
+    dist.broadcast(bucket.get_flattened_tensor(), src=0, group=group)
+    os._exit(0)  # without saying goodbye
+
+
+def _run(function: Callable[..., Any], pipe: Connection, *arguments: Any) -> None:
+    torch.set_num_threads(1)  # the pool of threads does not survive a fork
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)
+
+
+def test_two_ranks_and_a_trainer(tmp_path: Path) -> None:
+    folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
+    ports = get_free_ports(2)
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    processes = [
+        context.Process(target=_run, args=(_engine, pipes[rank][1], rank, folder, ports))
+        for rank in range(2)
+    ]
+    processes.append(context.Process(target=_run, args=(_trainer, pipes[2][1], ports)))
+    for process in processes:
+        process.start()
+    try:
+        outcomes = []
+        for receiver, _ in pipes[:2]:
+            assert receiver.poll(60), "a rank hangs"
+            outcomes.append(receiver.recv())
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert all(is_fine for is_fine, _ in outcomes), outcomes
+    (_, first), (_, second) = outcomes
+    assert first == second, "every rank says the same"
+    assert first["start"] == first["end"] != first["first"]
+    assert "cannot read serialized" in first["refused"]
+    ranks = first["checksum"]["ranks"]
+    assert [rank["parallelism_info"][0]["tp_rank"] for rank in ranks] == [0, 1]
+    assert ranks[0]["checksums"] != ranks[1]["checksums"]

@@ -1,0 +1,72 @@
+"""A trainer of two processes hands its tensors to an engine of two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.utils.network import get_free_port
+from sglang.srt.utils.serialization import MultiprocessingSerializer
+from sglang.srt.weight_sync.utils import update_weights
+
+
+class _Engine:
+    async def update_weights_from_tensor(self, req: UpdateWeightsFromTensorReqInput) -> Any:
+        """What each rank of an engine would see."""
+        return [
+            [
+                (name, local.get(rank).tolist())
+                for name, local in MultiprocessingSerializer.deserialize(payload)
+            ]
+            for rank, payload in enumerate(req.serialized_named_tensors)
+        ]
+
+
+def _train(rank: int, port: int) -> Any:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    split = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    batch = [("full", torch.full((2,), float(rank))), ("split", split)]
+    return asyncio.run(update_weights(_Engine(), batch, "tp", mesh))
+
+
+def _run(pipe: Connection, *arguments: Any) -> None:
+    torch.set_num_threads(1)  # the pool of threads does not survive a fork
+    try:
+        pipe.send(_train(*arguments))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    os._exit(0)
+
+
+def test_each_rank_gets_its_own_copy_and_split_tensors_whole() -> None:
+    context = multiprocessing.get_context("fork")
+    port = get_free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=_run, args=(pipe[1], rank, port)) for rank, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        seen = [receiver.recv() if receiver.poll(60) else "hangs" for receiver, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert seen[0] == [
+        [("full", [0.0, 0.0]), ("split", whole)],
+        [("full", [1.0, 1.0]), ("split", whole)],
+    ]
+    assert seen[1] is None
