@@ -181,8 +181,7 @@ class Batch:
         if load.kind == "verify":
             tree = torch.rand(load.new, load.new, device=DEVICE) < 0.5
             tree = tree.tril() | torch.eye(load.new, dtype=torch.bool, device=DEVICE)
-            prefix = torch.ones(load.new, load.prefix, dtype=torch.bool, device=DEVICE)
-            tree_mask = torch.cat((prefix, tree), 1).flatten().repeat(load.batch)
+            tree_mask = tree.repeat(load.batch, 1, 1)
         self.inputs = PagedAttentionInputs(
             queries=self.queries,
             keys=self.pools[0][0],

@@ -3,14 +3,18 @@
 # registry. Three steps; the first two on a machine with a registry, the last one on the GPU machine:
 #
 #   scripts/device.sh wheels          the few missing wheels (CPython 3.12, x86-64) into .whl/
-#   scripts/device.sh parts           the small model's GGUF file in two parts into .parts/
+#   scripts/device.sh parts           the small model's GGUF file in parts of 15 MiB into .parts/
 #   scripts/device.sh run [WHAT ...]  there: install the wheels, join the parts, run
 #
 # WHAT: tests (CUDA tests of the suite), tokens (the small model against the CPU), one-batch (decode
 # and prefill of the 8B shape against the limits), fp8-cache (the same with an 8-bit KV cache), small
 # (the 1B shape), overhead (what the engine adds to a step), attention (kernels against the limits),
-# gemv (products of one row), mix (a server of the 8B shape under mixed load for $MIX_MINUTES, pool
-# so small that requests are retracted). Default: all. Results go to $OUT (./device-results).
+# gemv (products of one row), copy (host copies against the bus), speculative (with drafts against
+# without: 8B shape, then the small model and its draft), mix (a server of the 8B shape under mixed
+# load for $MIX_MINUTES, pool so small that requests are retracted). Default: all of these. draft
+# trains a draft for the small model (train_small_draft.sh; the run stays in ./draft-run). Results
+# go to $OUT (./device-results). Where a call can carry little, carry a part or two at a time: they
+# add up in .parts/ there, and are joined once all have come.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +23,7 @@ OUT=${OUT:-$PWD/device-results}
 SITE=${SITE:-/tmp/hispec-site}
 PARTS=${PARTS:-.parts}
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
-ALL="tests tokens one-batch fp8-cache small overhead attention gemv mix"
+ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy speculative mix"
 GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
 MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
   pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
@@ -37,7 +41,8 @@ fetch_wheels() {
 split_model() {
   "$PYTHON" scripts/fetch_model.py --keep-gguf
   mkdir -p .parts
-  split -n 2 -d "$CACHE/$GGUF" .parts/model.gguf.
+  rm -f .parts/model.gguf.*
+  split -b 15M -d "$CACHE/$GGUF" .parts/model.gguf.
   ls -l .parts
 }
 
@@ -84,15 +89,31 @@ run_one() {
       ;;
     overhead) "$PYTHON" benchmark/bench_overhead.py --json "$OUT/overhead.json" ;;
     gemv) "$PYTHON" benchmark/bench_gemv.py ;;
+    copy) timeout 100 "$PYTHON" benchmark/bench_hicache_copy.py --json "$OUT/copy.json" ;;
+    speculative)
+      "$PYTHON" benchmark/bench_speculative.py --shape $shapes/llama-3.1-8b \
+        --json "$OUT/speculative_8b.json"
+      join_model
+      "$PYTHON" benchmark/bench_speculative.py --model "$CACHE/smollm2-135m-instruct" \
+        --draft python/sglang/test/data/smollm2-135m-eagle3 --json "$OUT/speculative.json"
+      ;;
     mix)
       "$PYTHON" benchmark/bench_serving.py --serve $shapes/llama-3.1-8b --serve-flags \
         "--load-format dummy --skip-tokenizer-init --context-length 16384 --max-total-tokens 16384 \
         --schedule-conservativeness 0.2" --mix "${MIX_MINUTES:-5}" --concurrency 48 \
         --input-len 1:4096 --output-len 1:512 --json "$OUT/mix.json"
       ;;
+    draft)
+      join_model
+      local code=0
+      MODEL="$CACHE/smollm2-135m-instruct" OUT="$PWD/draft-run" PYTHON="$PYTHON" \
+        scripts/train_small_draft.sh || code=$?
+      cp -r draft-run/{draft,log.jsonl,coverage.json,options.json} "$OUT"
+      return $code
+      ;;
     attention) "$PYTHON" benchmark/bench_attention.py --json "$OUT/attention.json" ;;
     *)
-      echo "device.sh: '$1' is none of $ALL" >&2
+      echo "device.sh: '$1' is none of $ALL draft" >&2
       return 2
       ;;
   esac
@@ -113,7 +134,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,13p' "$0" | sed 's/^# \{0,1\}//'
+    sed -n '2,17p' "$0" | sed 's/^# \{0,1\}//'
     exit 2
     ;;
 esac

@@ -247,6 +247,14 @@ def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> N
         ({"random_seed": 99999999999999999999}, "--random-seed must be at most"),
         ({"num_threads": 5000}, "--num-threads must be at most"),
         ({"max_total_tokens": 1 << 40}, "--max-total-tokens must be at most"),
+        (
+            {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": "d",
+                "cpu_weight_format": "bf16",
+            },
+            "no plain decode steps",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:

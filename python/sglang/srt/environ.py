@@ -131,6 +131,18 @@ class Envs:
         False, "Use the overlapped scheduler loop on CPU too (tests; no gain there)."
     )
 
+    SGLANG_SIMULATE_ACC_LEN = EnvVar[float | None](
+        float,
+        None,
+        "Mean accept length of speculative steps, whatever the drafts: output is garbage, for "
+        "measurements only.",
+    )
+    SGLANG_SPECULATIVE_MAX_VERIFY_TOKENS = _int(
+        512,
+        "Most tokens that a step with a draft model verifies; larger batches take one token of "
+        "each request a step until they are smaller.",
+    )
+
     SGLANG_TORCH_PROFILER_DIR = EnvVar(
         str, "/tmp", "Where /stop_profile writes traces when the request names no folder."
     )
@@ -149,6 +161,12 @@ class Envs:
     SGLANG_MAX_BATCH_SIZE = _int(65536, "Greatest accepted number of prompts in one request.")
     SGLANG_CONTROL_TIMEOUT = _float(
         600.0, "Seconds that the front waits for a scheduler's reply to a control request."
+    )
+    SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT = _float(
+        240.0, "Seconds that a scheduler waits for the members of a trainer's group to join."
+    )
+    SGLANG_WEIGHT_RECEIVE_TIMEOUT = _float(
+        240.0, "Seconds that a scheduler waits for the tensors of one weight update."
     )
     SGLANG_REQ_WAITING_TIMEOUT = _float(
         -1.0, "Seconds in the waiting queue after which a request is aborted with 503; < 0: off."

@@ -241,6 +241,10 @@ class ServerArgsFields:
     enable_torch_compile: bool = arg(False, "Compile the model with torch.compile.")
     torch_compile_max_bs: int = arg(32, "Greatest batch that is compiled.")
     enable_memory_saver: bool = arg(False, "Allow releasing and resuming memory.")
+    disable_weight_version_kv_isolation: bool = arg(
+        False,
+        "After a weight update without a flush, go on using cached KV of the old weights.",
+    )
     tp_size: int = arg(1, "Tensor-parallel ranks.", aliases=("--tensor-parallel-size",))
     pp_size: int = arg(1, "Pipeline stages.", aliases=("--pipeline-parallel-size",))
     dp_size: int = arg(1, "Replicas behind one port.", aliases=("--data-parallel-size",))
@@ -353,11 +357,14 @@ class ServerArgsFields:
         None, "Attention kernels of the draft.", choices=ATTENTION_BACKENDS
     )
     speculative_draft_model_quantization: str | None = arg(None, "Quantisation of the draft.")
-    speculative_ngram_min_bfs_breadth: int = arg(1, "Fewest branches of a level.")
-    speculative_ngram_max_bfs_breadth: int = arg(10, "Most branches of a level.")
+    speculative_ngram_min_bfs_breadth: int = arg(1, "Fewest branches of a draft node.")
+    speculative_ngram_max_bfs_breadth: int = arg(10, "Most branches of a draft node.")
     speculative_ngram_match_type: str = arg("BFS", "Order of candidates.", choices=["BFS", "PROB"])
     speculative_ngram_max_trie_depth: int = arg(18, "Longest stored n-gram, tokens.")
     speculative_ngram_capacity: int = arg(10_000_000, "Most stored tokens.")
+    speculative_ngram_external_corpus_path: str | None = arg(
+        None, "Texts to draft from, UTF-8, one a line (token ids with --skip-tokenizer-init)."
+    )
     speculative_adaptive: bool = arg(False, "Choose draft lengths at run time.")
     speculative_adaptive_config: str | None = arg(None, "JSON options of that choice.")
 

@@ -57,10 +57,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "kv_cache_dtype", "this KV cache type", ("auto", "bf16", "bfloat16", *_FP8_CACHE_DTYPES)
     ),
     NotBuilt("is_embedding", "serving embeddings"),
-    NotBuilt("custom_weight_loader", "custom weight loaders"),
     NotBuilt("checkpoint_engine_wait_weights_before_ready", "waiting for a first weight update"),
-    NotBuilt("enable_weights_cpu_backup", "the host copy of weights"),
-    NotBuilt("enable_draft_weights_cpu_backup", "the host copy of draft weights"),
     NotBuilt("model_loader_extra_config", "options of the weight loader"),
     NotBuilt("download_dir", "another folder for hub models"),
     NotBuilt("delete_ckpt_after_loading", "deleting weight files"),
@@ -84,7 +81,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("cuda_graph_max_bs_prefill", "graphs of prefill steps"),
     NotBuilt("cuda_graph_bs_prefill", "graphs of prefill steps"),
     NotBuilt("crash_dump_folder", "writing the last requests at a crash"),
-    NotBuilt("enable_memory_saver", "releasing and resuming memory"),
     NotBuilt("pp_size", "pipeline parallelism"),
     NotBuilt("ep_size", "expert parallelism"),
     NotBuilt("enable_dp_attention", "data-parallel attention"),
@@ -321,6 +317,9 @@ def _normalize_speculation(args: ServerArgsFields) -> None:
         # A path of repeated tokens may use up the whole tree.
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens - 1)
         return
+    if algorithm == "NEXTN" and args.speculative_draft_model_path is None:
+        # The draft is a layer in the target's own files.
+        args.speculative_draft_model_path = args.model_path
     if args.speculative_num_steps is None and algorithm in _DEFAULT_DRAFT_SHAPES:
         _require(
             args.speculative_eagle_topk is None and args.speculative_num_draft_tokens is None,
@@ -560,9 +559,16 @@ def _check_speculation(args: ServerArgsFields) -> None:
         )
         return
     needs_draft = algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+    if not needs_draft and algorithm != "NGRAM":
+        return  # refused by `check_built`
     _require(
         not needs_draft or args.speculative_draft_model_path is not None,
         f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path.",
+    )
+    _require(
+        not needs_draft or args.cpu_weight_format in ("auto", "fp32"),
+        f"--cpu-weight-format {args.cpu_weight_format} has no effect with "
+        f"--speculative-algorithm {algorithm}: there are no plain decode steps.",
     )
     shape = (
         args.speculative_num_steps or 0,

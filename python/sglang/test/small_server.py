@@ -50,6 +50,17 @@ class SmallServer:
         return sorted(child.pid for child in psutil.Process(self.pid).children(recursive=True))
 
 
+def metric(server: SmallServer, name: str, **labels: str) -> float:
+    """The value of a metric, summed over the label sets that contain `labels`; 0: never seen."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    total = 0.0
+    for line in server.get("/metrics").text.splitlines():
+        series, _, value = line.rpartition(" ")
+        if series.partition("{")[0] == name and all(label in series for label in wanted):
+            total += float(value)
+    return total
+
+
 @contextmanager
 def serve(model: str, *flags: str | int | float) -> Iterator[SmallServer]:
     """Serve a model folder on a free port."""

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from sglang.srt.layers.sampler import draw
 from sglang.srt.speculative.acceptance import (
     CoinUse,
     accept_by_rejection,
     accept_by_thresholds,
     accept_chain,
     accept_tree,
-    draw_targets,
     seeded_coins,
 )
 from sglang.srt.speculative.eagle_info import DraftFrontier
@@ -22,13 +22,12 @@ from sglang.srt.speculative.eagle_utils import (
     compact,
     extend_after_verify,
     extend_paths,
-    full_tree_mask,
     organize_draft_results,
     parent_rows,
     select_top_k,
-    tree_links,
     tree_positions,
 )
+from sglang.srt.speculative.tree_attention import branch_visibility
 
 pytestmark = [
     pytest.mark.cuda,
@@ -62,7 +61,6 @@ def make_inputs(seed: int) -> Inputs:
         "seeds": ids(1000, B),
         "is_seeded": ids(2, B) > 0,
         "chain": ids(2, B, W),
-        "limits": ids(W, B),
     }
     for step in range(STEPS):
         rows = B if step == 0 else B * K
@@ -82,11 +80,10 @@ def draft_and_accept_tree(x: Inputs) -> list[torch.Tensor]:
         steps.append(frontier)
     assert paths is not None
     tree = organize_draft_results(steps, x["roots"], W)
-    links = tree_links(tree.parents)
-    outputs += [paths, tree.token_ids, tree.parents, tree.is_ancestor, links.retrieve_next_token]
-    outputs += [links.retrieve_next_sibling, tree_positions(tree, x["lens"])]
-    outputs.append(full_tree_mask(tree, x["lens"], 50 * B))
-    greedy = accept_tree(tree, x["targets"], D, x["limits"])
+    outputs += [paths, tree.token_ids, tree.parents, tree.is_ancestor]
+    outputs.append(tree_positions(tree, x["lens"]))
+    outputs.append(branch_visibility(paths))
+    greedy = accept_tree(tree, x["targets"], D)
     coins, final_coins = x["coins"][:, : D - 1], x["final_coins"][:, :D]
     walked = accept_by_thresholds(tree, x["probs"], coins, final_coins, 0.9, 0.01)
     for accept in (greedy, walked):
@@ -101,11 +98,9 @@ def accept_chains(x: Inputs) -> list[torch.Tensor]:
     tree = chain_tree(x["chain"])
     positions = x["lens"].unsqueeze(1) + tree.depths + 1
     coins = seeded_coins(x["coins"], x["seeds"], x["is_seeded"], positions, CoinUse.TARGET)
-    greedy = accept_chain(x["chain"], x["targets"], x["limits"])
-    drawn = draw_targets(x["probs"], coins)
-    rejected = accept_by_rejection(
-        x["chain"], x["probs"], x["q"], coins[:, 1:], x["final_coins"], x["limits"]
-    )
+    greedy = accept_chain(x["chain"], x["targets"])
+    drawn = draw(x["probs"].flatten(0, 1), coins.reshape(-1, 1)).view(B, W)
+    rejected = accept_by_rejection(x["chain"], x["probs"], x["q"], coins[:, 1:], x["final_coins"])
     outputs = [drawn]
     for accept in (greedy, rejected, accept_chain(x["chain"], drawn)):
         outputs += [accept.accept_index, accept.accept_lens, accept.output_ids, accept.bonus_ids]

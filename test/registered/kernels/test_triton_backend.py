@@ -64,6 +64,7 @@ class Shape:
     kv_dtype: torch.dtype | None = None
     window: int | None = None
     tree: bool = False
+    behind: int = 0  # keys of earlier draft steps that the mask covers beside the new tokens
     mode: ForwardMode = EXTEND
     seq_lens: list[int] = field(init=False)
 
@@ -126,15 +127,12 @@ class Case:
         return torch.cat(new_k), torch.cat(new_v), torch.cat(new_slots)
 
     def _tree_mask(self) -> torch.Tensor:
-        """The whole prefix; of the new tokens the first, the row's own and a random half."""
-        parts = []
-        for prefix_len, new_len in zip(self.shape.prefix_lens, self.shape.new_lens):
-            tree = torch.rand(new_len, new_len) < 0.5
-            tree[:, 0] = True
-            tree |= torch.eye(new_len, dtype=torch.bool)
-            prefix = torch.ones(new_len, prefix_len, dtype=torch.bool)
-            parts.append(torch.cat((prefix, tree), 1).flatten())
-        return torch.cat(parts).to(DEVICE)
+        """Of the keys that the mask covers the first, the row's own and a random half."""
+        new, behind = self.shape.new_lens[0], self.shape.behind
+        tree = torch.rand(len(self.rows), new, behind + new) < 0.5
+        tree[:, :, 0] = True
+        tree[:, :, behind:] |= torch.eye(new, dtype=torch.bool)
+        return tree.to(DEVICE)
 
     def layer(self) -> RadixAttention:
         shape = self.shape
@@ -220,7 +218,9 @@ TINY = {
     "decode-many-heads": Shape([33], [1], heads=20, kv_heads=1, mode=DECODE),
     "verify-tree": Shape([6, 50], [5, 5], tree=True, mode=VERIFY),
     "verify-tree-window": Shape([6, 50], [5, 5], tree=True, window=9, mode=VERIFY),
-    "verify-uneven": Shape([0, 40], [3, 9], tree=True, mode=VERIFY),
+    "verify-no-prefix": Shape([0, 40, 0], [5] * 3, tree=True, mode=VERIFY),
+    "branches": Shape([20, 9, 70], [4] * 3, tree=True, behind=8, mode=VERIFY),
+    "branches-only": Shape([4, 4], [2, 2], tree=True, behind=4, mode=VERIFY),
     "verify-causal": Shape([6, 50], [4, 4], mode=VERIFY),
     "draft": Shape([20, 3, 0], [2, 4, 1], mode=DRAFT),
 }
@@ -233,7 +233,7 @@ def test_tiny_batches_equal_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("one_loop", [False, True])
 @pytest.mark.parametrize("share_target", [0, 1, 5, 40])
-@pytest.mark.parametrize("name", ["decode", "verify-tree", "extend-window"])
+@pytest.mark.parametrize("name", ["decode", "verify-tree", "branches", "extend-window"])
 def test_sharing_the_keys_changes_nothing(
     name: str, share_target: int, one_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +396,14 @@ def test_new_keys_are_written_to_their_slots_only() -> None:
     assert torch.equal(after[case.out_cache_loc], case.k)
 
 
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    case = Case(TINY["verify-tree"])
+    assert case.mask is not None
+    case.mask = case.mask[:, :4]
+    with pytest.raises(ValueError, match="tree mask"):
+        case.run(create_attention_backend("triton", case.facts(torch.float32)))
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     case = Case(Shape([3], [1], mode=DECODE))
     batch = case.batch(case.pool)
@@ -418,6 +426,8 @@ def test_long_prompts_without_prefix_are_divided() -> None:
 
 
 _COMPILE = """
+import sys
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -435,6 +445,11 @@ sizes = dict(
     HALF=64, ONE_LOOP=True, MASKED_STAGES=5, MERGE_HERE=True, MERGE_ROWS=4, MERGE_SHARES=8,
     PDL=True,
 )
+if sys.argv[1] == "verify":
+    sizes.update(
+        ONE_QUERY=False, TREE=True, BLOCK_M=32, HALF=0, ONE_LOOP=False, MASKED_STAGES=1,
+        MERGE_HERE=False,
+    )
 names = paged_attention_kernel.arg_names
 signature = {
     name: "constexpr" if name in sizes else pointers.get(name, "i32") for name in names
@@ -457,12 +472,13 @@ assert compiled.metadata.shared <= 227 * 1024
 """
 
 
-def test_decode_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["decode", "verify"])
+def test_kernel_compiles_for_hopper(tmp_path: Path, kind: str) -> None:
     root = Path(__file__).resolve().parents[3]
     environment = dict(os.environ, PYTHONPATH=str(root / "python"), TRITON_CACHE_DIR=str(tmp_path))
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", _COMPILE, kind], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -497,6 +513,17 @@ LARGE = {
     "verify-1x32k": Shape([32000], [16], 32, 8, 128, BF16, tree=True, mode=VERIFY),
     "verify-8": Shape(
         [999 * i for i in range(8)], [8] * 8, 32, 8, 128, BF16, tree=True, mode=VERIFY
+    ),
+    "branches-8": Shape(
+        [50 + 700 * i for i in range(8)],
+        [8] * 8,
+        32,
+        8,
+        128,
+        BF16,
+        tree=True,
+        behind=40,
+        mode=VERIFY,
     ),
     "verify-60": Shape([3000, 10], [60, 60], 32, 8, 128, FP16, tree=True, mode=VERIFY),
 }

@@ -25,6 +25,15 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+DEEPSEEK_YARN_ROPE = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.8,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -50,6 +59,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_norm_topk": ("qwen3_moe", {}),
     "moe_plain_topk": ("qwen3_moe", {"norm_topk_prob": False}),
     "moe_mixed_layers": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v2_rope_yarn": ("deepseek_v2", {"rope_scaling": DEEPSEEK_YARN_ROPE}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3_plain_q": ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v3_rope_yarn": ("deepseek_v3", {"rope_scaling": DEEPSEEK_YARN_ROPE}),
 }
 
 PROMPTS = [

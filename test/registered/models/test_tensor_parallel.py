@@ -21,6 +21,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint
 from sglang.test.fakes.mini_runner import MiniRunner
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
@@ -32,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
     "qwen2": ("qwen2", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v2_plain_q": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {}),
 }
 
 
@@ -48,7 +51,10 @@ def run_model(folder: str, load_format: str) -> dict[str, Any]:
     )
     output = runner.extend([runner.new_request()], [PROMPT], logprobs=wish)
     assert output.input_token_logprobs is not None and output.input_token_ids_logprobs_val
+    (rows,) = runner.kv_pool.buffers()[:1]
     return {
+        "fingerprint": WeightsFingerprint(tp_cpu_group(), portable=True).full(model),
+        "rows": rows[:, 1:].clone(),
         "logits": output.next_token_logits,
         "logprobs": output.input_token_logprobs[0],
         "ids": output.input_token_ids_logprobs_val[0],
@@ -114,6 +120,18 @@ def test_two_ranks_equal_one(
         for name in ("logits", "logprobs", "ids"):
             torch.testing.assert_close(got[name], expected[name], atol=1e-4, rtol=0)
         assert got["greedy"] == expected["greedy"]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2_plain_q", "deepseek_v3"])
+def test_latent_rows_and_their_identity_do_not_depend_on_the_ranks(
+    folders: list[tuple[str, str]], rank_results: list[list[dict[str, Any]]], family: str
+) -> None:
+    index = list(CASES).index(family)
+    alone = run_model(*folders[index])
+    first, second = (results[index] for results in rank_results)
+    assert torch.equal(first["rows"], second["rows"])
+    torch.testing.assert_close(first["rows"], alone["rows"], atol=1e-4, rtol=0)
+    assert first["fingerprint"] == second["fingerprint"] == alone["fingerprint"]
 
 
 def test_weights_are_split_not_copied(rank_results: list[list[dict[str, Any]]]) -> None:

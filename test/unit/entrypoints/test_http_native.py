@@ -135,9 +135,6 @@ def test_unknown_path_and_method(http: HttpFront) -> None:
 
 
 def test_missing_features_say_so_in_their_familys_shape(http: HttpFront) -> None:
-    for path in ("/update_weights_from_disk", "/init_weights_update_group"):
-        reply = http.post(path, json={})
-        assert reply.status_code == 400 and reply.json()["success"] is False
     embeddings = http.post("/v1/embeddings", json={}).json()
     assert embeddings["type"] == embeddings["error"]["type"] == "BadRequestError"
     assert http.post("/open_session").json()["error"]["message"]

@@ -889,3 +889,33 @@ def test_every_tick_makes_its_collective_whatever_there_is_to_do() -> None:
     engine.settle()
     # One more in the tick that ends the write to storage: how much of it every rank has written.
     assert sorted(calls) == [1, 5, 5, 5, 5, 5, 5]
+
+
+def test_storage_is_attached_on_all_ranks_or_on_none() -> None:
+    engine = engine_of(storage_backend=None, min_reduce=lambda values: [0] * len(values))
+    success, message = engine.tree.attach_storage_backend(storage_backend="memory")
+    assert not success and "nother rank" in message
+    assert not engine.tree.enable_storage
+    engine.check()
+
+
+def test_a_policy_that_may_not_be_left_is_a_refusal() -> None:
+    engine = engine_of(write_policy="write_back")
+    engine.run(prompt(4, extra=0))
+    engine.run(prompt(8))
+    lower = next(node for node in engine.tree.iter_nodes() if not node.children)
+    lower.data[0].host_value = torch.arange(len(lower.key))
+    success, message = engine.tree.attach_storage_backend(
+        storage_backend="memory", hicache_write_policy="write_through"
+    )
+    assert not success and "on the host below" in message
+    assert engine.tree.write_policy == "write_back"
+
+
+def test_a_tree_with_recurrent_state_refuses_storage() -> None:
+    engine = engine_of(HiMambaRadixCache)
+    success, message = engine.tree.attach_storage_backend(storage_backend="memory")
+    assert not success and "full-attention" in message
+    assert not engine.tree.enable_storage
+    with pytest.raises(ValueError, match="full-attention"):
+        HiCacheEngine(HiMambaRadixCache, page_size=PAGE, num_states=4)

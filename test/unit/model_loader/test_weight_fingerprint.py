@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers import shard_digest
 from sglang.srt.layers.cpu import ops, reference
+from sglang.srt.layers.shard_digest import shard_sums
 from sglang.srt.layers.tensor_digest import digest_tensors
+from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint, persistent_tensors
 from sglang.srt.models.base import LanguageModel
@@ -183,3 +187,62 @@ def test_rate_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         WeightsFingerprint().full(_Two(torch.randn(3), torch.randn(3)))
     assert "GB/s" in caplog.text
+
+
+def shares(whole: torch.Tensor, dim: int, num_parts: int) -> torch.Tensor:
+    """Sum of what the shards of a tensor give, each with an end of its own memory unused."""
+    total = torch.zeros(2, dtype=torch.int64)
+    size = whole.shape[dim] // num_parts
+    for part in range(num_parts):
+        padded = torch.cat((whole.narrow(dim, part * size, size), whole.narrow(dim, 0, 1)), dim)
+        slot = WeightSlot(
+            target=padded,
+            full_shape=tuple(whole.shape),
+            shard_dim=dim,
+            shard_start=part * size,
+            num_valid=size,
+        )
+        total += shard_sums(slot)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_shards_add_up_to_the_tensor(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.randint(0, 256, (12, 12 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    expected = shard_sums(WeightSlot(target=whole, full_shape=tuple(whole.shape)))
+    monkeypatch.setitem(shard_digest._CHUNKS, "cpu", 20)  # several steps, the last one short
+    for dim in (0, 1):
+        for num_parts in (1, 2, 3):
+            assert torch.equal(shares(whole, dim, num_parts), expected), (dim, num_parts)
+
+
+def test_every_element_and_its_place_count_in_shard_sums() -> None:
+    whole = torch.randn(6, 5)
+    slot = WeightSlot(target=whole, full_shape=(6, 5))
+    seen = {tuple(shard_sums(slot).tolist())}
+    for row, column in itertools.product(range(6), range(5)):
+        whole[row, column] += 1e-3
+        seen.add(tuple(shard_sums(slot).tolist()))
+    whole[[0, 1]] = whole[[1, 0]]
+    seen.add(tuple(shard_sums(slot).tolist()))
+    assert len(seen) == 32
+    # Storage of earlier runs is found again only while this holds.
+    fixed = WeightSlot(target=torch.arange(6, dtype=torch.int16), full_shape=(6,))
+    assert shard_sums(fixed).tolist() == [1461478653728551865, -2106114111169849885]
+
+
+def test_portable_fingerprint_follows_updates(tmp_path: Path) -> None:
+    model = load(make_tiny_checkpoint(tmp_path, "deepseek_v3"))
+    fingerprint = WeightsFingerprint(portable=True)
+    first = fingerprint.full(model)
+    assert first == WeightsFingerprint(portable=True).full(model)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    model.get_parameter(name).data[3, 5, 7] += 1.0
+    assert fingerprint.update([]) == first  # not named
+    second = fingerprint.update([name])
+    assert second == WeightsFingerprint(portable=True).full(model) != first
+    model.get_parameter(name).data[3, 5, 7] -= 1.0
+    head = model.get_parameter("lm_head.weight")
+    model.lm_head.weight = nn.Parameter(head.data + 1.0, requires_grad=False)  # type: ignore
+    third = fingerprint.update([])
+    assert third not in (first, second)

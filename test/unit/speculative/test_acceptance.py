@@ -13,8 +13,8 @@ from sglang.srt.speculative.acceptance import (
     accept_by_rejection,
     accept_by_thresholds,
     accept_chain,
+    accept_simulated,
     accept_tree,
-    draw_targets,
     seeded_coins,
     to_target_vocab,
 )
@@ -218,6 +218,11 @@ def fixed_tree() -> DraftTree:
     return tree_from_parents(ids, parents)
 
 
+def draw_targets(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    """A draw at each node: probs [b, w, V], coins [b, w]."""
+    return draw(probs.flatten(0, 1), coins.reshape(-1, 1)).view(coins.shape)
+
+
 def coins_of(*shape: int, seed: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -271,7 +276,6 @@ def rejection_step(
     drafts_from: torch.Tensor,
     claimed: torch.Tensor,
     model: torch.Tensor,
-    limits: torch.Tensor | None = None,
     first_invalid: int = 3,
 ) -> AcceptResult:
     """Two drafts by `drafts_from` [V, V], accepted as if they came from `claimed`."""
@@ -282,7 +286,7 @@ def rejection_step(
     coins, final_coins = coins_of(NUM_DRAWS, 2, seed=22), coins_of(NUM_DRAWS, 3, seed=23)
     q, p = claimed[ids[:, :2]], model[ids]
     ids[:, first_invalid:] = -1
-    return accept_by_rejection(ids, p, q, coins, final_coins, limits)
+    return accept_by_rejection(ids, p, q, coins, final_coins)
 
 
 def test_rejection_sampling_has_the_targets_distribution() -> None:
@@ -321,19 +325,16 @@ def test_a_greedy_request_among_rejections_gets_its_argmax() -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# Limits
+# What is no draft
 # ------------------------------------------------------------------------------------------------
 
 
-def test_no_more_drafts_are_accepted_than_may_be() -> None:
-    right = torch.arange(5).repeat(4, 1)
-    targets = torch.arange(1, 6).repeat(4, 1)
-    limits = torch.tensor([0, 2, 4, 9])
-    chain = accept_chain(right, targets, limits)
-    tree = accept_tree(chain_tree(right), targets, 5, limits)
-    for row, length in enumerate([1, 3, 5, 5]):
-        for result in (chain, tree):
-            check(result, row, list(range(length)), list(range(5)), length)
+def test_simulated_acceptance_takes_what_it_is_told() -> None:
+    ids = torch.arange(6).repeat(3, 1)
+    targets = torch.arange(10, 16).repeat(3, 1)
+    result = accept_simulated(ids, targets, torch.tensor([0, 2, 3]), 4)
+    for row, count in enumerate([0, 2, 3]):
+        check(result, row, list(range(count + 1)), list(range(6)), 10 + count)
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -348,19 +349,6 @@ def test_negative_tokens_are_no_drafts_and_do_not_change_the_distribution(first:
     rejected = rejection_step(q, q, model, first_invalid=first)
     for result in (walked, rejected):
         assert int(result.accept_lens.max()) == first
-        assert_distributed(continue_to(result, model, 3, seed=7), model, root=2)
-
-
-@pytest.mark.parametrize("limit", [0, 1])
-def test_a_limit_does_not_change_the_distribution(limit: int) -> None:
-    model, tree = target_model(V), fixed_tree()
-    limits = torch.full((NUM_DRAWS,), limit)
-    coins = coins_of(NUM_DRAWS, 2, seed=5), coins_of(NUM_DRAWS, 3, seed=6)
-    walked = accept_by_thresholds(tree, model[tree.token_ids], *coins, 1.0, 1.0, limits)
-    q = target_model(V, seed=12)
-    rejected = rejection_step(q, q, model, limits)
-    for result in (walked, rejected):
-        assert int(result.accept_lens.max()) == limit + 1
         assert_distributed(continue_to(result, model, 3, seed=7), model, root=2)
 
 

@@ -14,13 +14,10 @@ from sglang.srt.speculative.eagle_utils import (
     compact,
     extend_after_verify,
     extend_paths,
-    full_tree_mask,
     organize_draft_results,
     parent_rows,
     select_top_k,
-    shift_extend_ids,
     tree_from_parents,
-    tree_links,
     tree_positions,
 )
 
@@ -124,10 +121,9 @@ def random_parents(batch_size: int, w: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("w", [2, 3, 9, 17])
-def test_ancestors_depths_links_and_positions_of_random_trees(w: int) -> None:
+def test_ancestors_depths_and_positions_of_random_trees(w: int) -> None:
     parents = random_parents(5, w, seed=w)
     tree = tree_from_parents(torch.zeros_like(parents), parents)
-    links = tree_links(parents)
     lens = torch.tensor([0, 3, 10, 100, 7])
     positions = tree_positions(tree, lens).view(5, w)
     for row in range(5):
@@ -140,11 +136,6 @@ def test_ancestors_depths_links_and_positions_of_random_trees(w: int) -> None:
             assert tree.is_ancestor[row, node].nonzero().flatten().tolist() == line[::-1]
             assert tree.depths[row, node] == len(line) - 1
             assert positions[row, node] == lens[row] + len(line) - 1
-            children = [i for i in range(w) if above[i] == node]
-            siblings = [i for i in range(node + 1, w) if above[i] == above[node]]
-            assert links.retrieve_next_token[row, node] == (children[:1] or [NO_NODE])[0]
-            assert links.retrieve_next_sibling[row, node] == (siblings[:1] or [NO_NODE])[0]
-            assert links.retrieve_index[row, node] == row * w + node
 
 
 def test_a_known_depth_bounds_the_work_and_not_the_result() -> None:
@@ -163,21 +154,6 @@ def test_a_chain_is_a_tree_without_branches() -> None:
         assert torch.equal(getattr(chain, name), getattr(tree, name)), name
 
 
-@pytest.mark.parametrize("slack", [0, 9])
-def test_the_full_mask_shows_the_prefix_and_the_ancestors(slack: int) -> None:
-    parents = random_parents(3, 4, seed=1)
-    tree = tree_from_parents(torch.zeros_like(parents), parents)
-    lens = [2, 0, 5]
-    mask = full_tree_mask(tree, torch.tensor(lens), sum(lens) + slack)
-    expected = [
-        torch.cat([torch.ones(4, n, dtype=torch.bool), tree.is_ancestor[row]], dim=1).flatten()
-        for row, n in enumerate(lens)
-    ]
-    used = torch.cat(expected)
-    assert mask.shape[0] == used.shape[0] + 4 * slack
-    assert torch.equal(mask[: used.shape[0]], used)
-
-
 def test_compaction_moves_the_accepted_path_to_the_front() -> None:
     # Root 0 with children 1 and 2; 2 has child 4; the target wants 2, then 4, then 30.
     parents = torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 0, 1, 2]])
@@ -190,7 +166,6 @@ def test_compaction_moves_the_accepted_path_to_the_front() -> None:
     assert compaction.rows.tolist() == [[0, 2, 4], [5, 6, 7]]
     assert compaction.from_slots.tolist() == [[40, 42, 44], [70, 71, 72]]
     assert compaction.to_slots.tolist() == [[40, 41, 42], [70, 71, 72]]
-    assert compaction.is_kept.tolist() == [[True] * 3 + [False] * 2, [True] + [False] * 4]
     kv = torch.arange(100)
     kv[compaction.to_slots] = kv[compaction.from_slots]
     assert kv[40:43].tolist() == [40, 42, 44]
@@ -225,26 +200,5 @@ def test_compaction_of_random_trees(seed: int) -> None:
     for row in range(b):
         length = int(accept.accept_lens[row])
         own = slots[row * w : (row + 1) * w].tolist()
-        kept = [own[i] for i in range(w) if compaction.is_kept[row, i]]
         path = accept.accept_index[row, :length].tolist()
-        assert [moved[slot] for slot in kept] == [f"{row}.{node}" for node in path]
-
-
-def test_the_draft_of_a_prefill_reads_the_tokens_shifted_left() -> None:
-    ids = torch.tensor([1, 2, 3, 4, 5, 6])
-    shifted = shift_extend_ids(ids, torch.tensor([2, 3, 5]), torch.tensor([30, 40, 60]))
-    assert shifted.tolist() == [2, 3, 30, 40, 6, 60]
-    assert ids.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_prefill_in_chunks_gives_the_draft_the_same_tokens() -> None:
-    prompt, sampled = list(range(10, 30)), 99
-    last = torch.tensor([7])
-    chunks = []
-    for start in range(0, 20, 8):
-        part = torch.tensor(prompt[start : start + 8])
-        after = (prompt[start + 8 :] or [sampled])[0]
-        last = torch.tensor([len(part) - 1])
-        chunks.append(shift_extend_ids(part, last, torch.tensor([after])))
-    whole = shift_extend_ids(torch.tensor(prompt), torch.tensor([19]), torch.tensor([sampled]))
-    assert torch.equal(torch.cat(chunks), whole)
+        assert [moved[slot] for slot in own[:length]] == [f"{row}.{node}" for node in path]

@@ -11,8 +11,8 @@ from sglang.srt.speculative.acceptance import (
     accept_by_rejection,
     accept_by_thresholds,
     accept_chain,
+    accept_simulated,
     accept_tree,
-    draw_targets,
     seeded_coins,
     to_target_vocab,
 )
@@ -22,14 +22,12 @@ from sglang.srt.speculative.eagle_utils import (
     compact,
     extend_after_verify,
     extend_paths,
-    full_tree_mask,
     organize_draft_results,
     parent_rows,
     select_top_k,
-    shift_extend_ids,
-    tree_links,
     tree_positions,
 )
+from sglang.srt.speculative.tree_attention import branch_visibility
 
 B, K, W, V, D = 3, 2, 5, 7, 4
 
@@ -56,11 +54,11 @@ def test_trees_are_built_and_accepted_without_their_values() -> None:
     with FakeTensorMode():
         tree = draft_tree()
         lens = torch.zeros(B, dtype=torch.int64)
-        assert tree_links(tree.parents).retrieve_next_token.shape == (B, W)
         assert tree_positions(tree, lens).shape == (B * W,)
-        assert full_tree_mask(tree, lens, 30).shape == (W * (30 + B * W),)
+        paths = torch.zeros(B, K, 3, dtype=torch.int64)
+        assert branch_visibility(paths).shape == (B, K, 3 * K)
         probs = torch.rand(B, W, V)
-        targets = draw_targets(probs, torch.rand(B, W))
+        targets = torch.zeros(B, W, dtype=torch.int64)
         check_after(accept_tree(tree, targets, D), D)
         coins = torch.rand(B, D - 1), torch.rand(B, D)
         check_after(accept_by_thresholds(tree, probs, *coins, 1.0, 1.0), D)
@@ -71,14 +69,13 @@ def test_chains_are_accepted_without_their_values() -> None:
         ids = torch.zeros(B, W, dtype=torch.int64)
         assert chain_tree(ids).is_ancestor.shape == (B, W, W)
         check_after(accept_chain(ids, ids), W)
+        check_after(accept_simulated(ids, ids, torch.zeros(B, dtype=torch.int64), D), D)
         seeds = torch.zeros(B, dtype=torch.int64)
         is_seeded = torch.zeros(B, dtype=torch.bool)
         coins = seeded_coins(torch.rand(B, W), seeds, is_seeded, ids, CoinUse.ACCEPT)
         p = torch.rand(B, W, V)
         q = to_target_vocab(torch.rand(B, W - 1, 4), torch.zeros(4, dtype=torch.int64), V)
         check_after(accept_by_rejection(ids, p, q, coins[:, 1:], coins), W)
-        shifted = shift_extend_ids(ids.flatten(), seeds, seeds)
-        assert shifted.shape == (B * W,)
 
 
 def test_reading_values_would_be_noticed() -> None:

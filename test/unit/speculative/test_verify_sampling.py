@@ -125,8 +125,11 @@ def test_logits_at_a_node_are_those_after_its_path(seed: int) -> None:
     info = info_of(reqs)
     num_generated = [len(req.output_ids) for req in reqs]
     masks = fill_tree_masks(info, ids.tolist(), [PARENTS] * len(reqs), num_generated)
-    sampling = VerifySampling.create(info, W)
-    adjust_verify_logits(logits, sampling, tree, torch.tensor(num_generated), masks)
+    prompt_lens = [10 * row + 1 for row in range(len(reqs))]
+    sampling = VerifySampling.create(info, W, prompt_lens)
+    # The root is the last output token.
+    roots = torch.tensor(prompt_lens) + torch.tensor(num_generated) - 1
+    adjust_verify_logits(logits, sampling, tree, roots, masks)
     torch.testing.assert_close(logits.view(expected.shape), expected)
     assert reqs[4].grammar is not None and reqs[4].grammar.tokens == reqs[4].output_ids  # type: ignore[attr-defined]
 
@@ -134,7 +137,7 @@ def test_logits_at_a_node_are_those_after_its_path(seed: int) -> None:
 def test_choices_and_distributions_are_those_of_the_sampler() -> None:
     reqs = requests()
     reqs[4].grammar = None
-    sampling = VerifySampling.create(info_of(reqs), W)
+    sampling = VerifySampling.create(info_of(reqs), W, [1] * len(reqs))
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(reqs) * W, VOCAB, generator=generator)
     coins = torch.rand((len(reqs), W), generator=generator)
@@ -156,8 +159,8 @@ def test_choices_and_distributions_are_those_of_the_sampler() -> None:
 def test_greedy_batches_need_no_coins_and_sampling_ones_do() -> None:
     greedy = [FakeReq(SamplingParams(temperature=0.0), [1]) for _ in range(2)]
     logits = torch.randn(2 * W, VOCAB, generator=torch.Generator().manual_seed(1))
-    choices = target_choices(logits, VerifySampling.create(info_of(greedy), W), None)
+    choices = target_choices(logits, VerifySampling.create(info_of(greedy), W, [1, 1]), None)
     assert torch.equal(choices.flatten(), logits.argmax(dim=1))
     sampled = [FakeReq(SamplingParams(), [1])]
     with pytest.raises(ValueError, match="coins"):
-        target_choices(logits[:W], VerifySampling.create(info_of(sampled), W), None)
+        target_choices(logits[:W], VerifySampling.create(info_of(sampled), W, [1]), None)

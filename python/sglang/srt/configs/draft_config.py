@@ -19,9 +19,11 @@ from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
 EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+# A layer behind a model's last one, in the same files, that predicts one token further.
+NEXTN_ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
 
 # What `models.registry` has draft classes for. Listed here, because importing those takes torch.
-DRAFT_ARCHITECTURES = (EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE)
+DRAFT_ARCHITECTURES = (EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE, NEXTN_ARCHITECTURE)
 
 _DEFAULT_NUM_FEATURES = 3
 
@@ -98,7 +100,7 @@ def read_eagle_config(config: ModelConfig) -> EagleDraftConfig:
             f"supported ones: {', '.join(DRAFT_ARCHITECTURES)}"
         )
     raw = config.hf_config
-    if architecture == EAGLE_ARCHITECTURE:
+    if architecture in (EAGLE_ARCHITECTURE, NEXTN_ARCHITECTURE):
         return _read_eagle1(config, raw)
     return _read_eagle3(config, raw)
 
@@ -194,14 +196,27 @@ def _optional_bool(value: Any) -> bool | None:
     return None if value is None else bool(value)
 
 
+def has_nextn_layers(config: ModelConfig) -> bool:
+    """Whether a model's files hold layers that predict further tokens."""
+    return bool(config.hf_config.get("num_nextn_predict_layers"))
+
+
 def as_eagle_draft(config: ModelConfig) -> ModelConfig:
     """`config` with a draft architecture.
 
-    Some published drafts call themselves an ordinary Llama. To be asked only where the
-    algorithm is an EAGLE one: the same folder as a STANDALONE draft would be what it says.
+    Some published drafts call themselves an ordinary Llama; a DeepSeek-V3 has its draft beside its
+    own layers. To be asked only where the algorithm is an EAGLE one: the same folder as a
+    STANDALONE draft would be what it says.
     """
     if any(name in DRAFT_ARCHITECTURES for name in config.architectures):
         return config
+    if "DeepseekV3ForCausalLM" in config.architectures and has_nextn_layers(config):
+        return replace(
+            config,
+            architectures=(NEXTN_ARCHITECTURE,),
+            num_hidden_layers=1,
+            sliding_windows=(None,),
+        )
     if "LlamaForCausalLM" not in config.architectures:
         return config
     is_eagle3 = "draft_vocab_size" in config.hf_config

@@ -40,6 +40,8 @@ _ROPE_TYPES_WITHOUT_STRETCH = ("default", "llama3", "longrope", "su", "proportio
 
 # What `models.registry` has classes for. Listed here, because importing those takes torch.
 SUPPORTED_ARCHITECTURES = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
@@ -75,6 +77,31 @@ class RopeConfig:
         if value is None:
             raise ModelConfigError(f"rope type {self.rope_type!r} needs the parameter {name!r}")
         return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    What is cached of a token is one row for all heads: a compressed vector of `kv_lora_rank`,
+    from which each head's key and value are made, and a rotated key of `qk_rope_head_dim`.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None  # None: queries are not compressed
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def latent_dim(self) -> int:
+        """Width of a token's row in the KV pool."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +144,8 @@ class ModelConfig:
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    # Latent attention; `head_dim` is the rotated part of a head then.
+    mla: MLAConfig | None = None
     hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -180,6 +209,7 @@ class ModelConfig:
         max_position = _need_int(raw, "max_position_embeddings")
         rope = read_rope_config(raw)
         model_context_len = derive_context_len(max_position, rope)
+        mla = read_mla_config(raw)
         return cls(
             model_path=model_path,
             architectures=tuple(raw.get("architectures") or ()),
@@ -191,7 +221,11 @@ class ModelConfig:
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+            head_dim=(
+                mla.qk_rope_head_dim
+                if mla is not None
+                else int(raw.get("head_dim") or hidden_size // num_heads)
+            ),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             hidden_act=str(raw.get("hidden_act", "silu")),
             rope=rope,
@@ -212,6 +246,7 @@ class ModelConfig:
             norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
             decoder_sparse_step=int(raw.get("decoder_sparse_step") or 1),
             mlp_only_layers=tuple(raw.get("mlp_only_layers") or ()),
+            mla=mla,
             hf_config=raw,
         )
 
@@ -226,12 +261,25 @@ class ModelConfig:
     def get_num_kv_heads(self, tp_size: int) -> int:
         """KV heads of one rank; with more ranks than heads each rank holds one (replicated).
 
-        Raises ModelConfigError where neither number divides the other.
+        With latent attention it is one, the same on every rank. Raises ModelConfigError where
+        neither number divides the other.
         """
+        if self.mla is not None:
+            return 1
         total = self.num_key_value_heads
         if max(total, tp_size) % min(total, tp_size):
             raise ModelConfigError(f"{total} KV heads cannot be spread over {tp_size} ranks")
         return max(1, total // tp_size)
+
+    @property
+    def kv_key_dim(self) -> int:
+        """Width of a KV head's key in the pool."""
+        return self.mla.latent_dim if self.mla is not None else self.head_dim
+
+    @property
+    def kv_value_dim(self) -> int:
+        """Width of a KV head's value in the pool; with latent attention a part of the key."""
+        return self.mla.kv_lora_rank if self.mla is not None else self.head_dim
 
     def is_moe_layer(self, layer_id: int) -> bool:
         """Whether layer `layer_id` has experts instead of one dense MLP."""
@@ -291,6 +339,23 @@ def read_rope_config(raw: Mapping[str, Any]) -> RopeConfig:
         partial_rotary_factor=float(partial),
         params=tuple(sorted(params.items())),
     )
+
+
+def read_mla_config(raw: Mapping[str, Any]) -> MLAConfig | None:
+    """Sizes of latent attention; None for a model without. ModelConfigError for bad sizes."""
+    if raw.get("kv_lora_rank") is None:
+        return None
+    q_lora_rank = raw.get("q_lora_rank")
+    mla = MLAConfig(
+        kv_lora_rank=_need_int(raw, "kv_lora_rank"),
+        q_lora_rank=None if q_lora_rank is None else _need_int(raw, "q_lora_rank"),
+        qk_nope_head_dim=_need_int(raw, "qk_nope_head_dim"),
+        qk_rope_head_dim=_need_int(raw, "qk_rope_head_dim"),
+        v_head_dim=_need_int(raw, "v_head_dim"),
+    )
+    if mla.qk_rope_head_dim % 2:
+        raise ModelConfigError(f"qk_rope_head_dim must be even, got {mla.qk_rope_head_dim}")
+    return mla
 
 
 def derive_context_len(max_position_embeddings: int, rope: RopeConfig) -> int:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from sglang.srt.entrypoints.engine_weights import EngineWeights
 from sglang.srt.entrypoints.EngineBase import EngineBase
 from sglang.srt.entrypoints.launch import Launched, start_subprocesses
 from sglang.srt.entrypoints.server_info import get_model_info, get_server_info
@@ -24,7 +25,7 @@ from sglang.srt.server_args import ServerArgs
 T = TypeVar("T")
 
 
-class Engine(EngineBase):
+class Engine(EngineWeights, EngineBase):
     """See the module docstring. Raises LaunchError when a child process does not start."""
 
     def __init__(self, server_args: ServerArgs | None = None, **kwargs: Any) -> None:

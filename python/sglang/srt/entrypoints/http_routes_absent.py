@@ -10,33 +10,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from sglang.srt.entrypoints.http_errors import (
-    json_response,
-    openai_error_response,
-    weight_error,
-)
+from sglang.srt.entrypoints.http_errors import json_response, openai_error_response
 
-_GET_POST = ("GET", "POST")
 _POST = ("POST",)
 _POST_PUT = ("POST", "PUT")
 
-WEIGHT_ENDPOINTS: dict[str, tuple[str, ...]] = {
-    "/init_weights_update_group": _POST,
-    "/destroy_weights_update_group": _POST,
-    "/begin_weight_update": _POST,
-    "/end_weight_update": _POST,
-    "/update_weights_from_distributed": _POST,
-    "/update_weights_from_tensor": _POST,
-    "/update_weights_from_disk": _POST,
-    "/update_weights_from_ipc": _POST,
-    "/weights_checker": _GET_POST,
-    "/post_process_weights": _POST,
-}
-NATIVE_CONTROL_ENDPOINTS: dict[str, tuple[str, ...]] = {
-    "/get_weights_by_name": _GET_POST,
-    "/release_memory_occupation": _GET_POST,
-    "/resume_memory_occupation": _GET_POST,
-}
 LORA_ENDPOINTS: dict[str, tuple[str, ...]] = {
     "/load_lora_adapter": _POST,
     "/load_lora_adapter_from_tensors": _POST,
@@ -66,10 +44,6 @@ router = APIRouter()
 
 def _message(path: str) -> str:
     return f"{path} is not supported by this server."
-
-
-def _weight(path: str) -> Response:
-    return weight_error(_message(path))
 
 
 def _native(path: str) -> Response:
@@ -116,8 +90,6 @@ def _add(
 
 
 for _target, _endpoints, _render in (
-    (control_router, WEIGHT_ENDPOINTS, _weight),
-    (control_router, NATIVE_CONTROL_ENDPOINTS, _native),
     (control_router, LORA_ENDPOINTS, _lora),
     (router, NATIVE_ENDPOINTS, _native),
     (router, OPENAI_ENDPOINTS, _openai),

@@ -35,6 +35,7 @@ from sglang.srt.entrypoints import (
     http_routes_hicache,
     http_routes_native,
     http_routes_openai,
+    http_routes_weights,
 )
 from sglang.srt.entrypoints.http_auth import Access, AuthMiddleware
 from sglang.srt.entrypoints.http_errors import http_exception, validation_error
@@ -97,6 +98,7 @@ _ERROR_BYTES = 4000
 _CONTROL_ROUTERS = (
     http_routes_control.router,
     http_routes_hicache.router,
+    http_routes_weights.router,
     http_routes_absent.control_router,
 )
 _ROUTERS = (

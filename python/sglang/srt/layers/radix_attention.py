@@ -32,11 +32,16 @@ class RadixAttention(nn.Module):
         num_kv_heads: int,
         layer_id: int,
         sliding_window: int | None = None,
+        v_head_dim: int | None = None,
     ) -> None:
-        """`sliding_window`: tokens a query may look back on, itself included; None = all."""
+        """`sliding_window`: tokens a query may look back on, itself included; None = all.
+
+        `v_head_dim`: width of a value; None = that of a key.
+        """
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_dim
+        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self.scaling = scaling
         self.num_kv_heads = num_kv_heads
         self.layer_id = layer_id
@@ -83,9 +88,10 @@ class RadixAttention(nn.Module):
     ) -> torch.Tensor:
         """q [n, num_heads * head_dim], k and v [n, num_kv_heads * head_dim]; result like q.
 
-        Writes the new keys and values to the pool at `out_cache_loc` unless told not to.
+        Where values have another width, v and the result have it. Writes the new keys and values
+        to the pool at `out_cache_loc` unless told not to.
         """
         k = k.view(-1, self.num_kv_heads, self.head_dim)
-        v = v.view(-1, self.num_kv_heads, self.head_dim)
+        v = v.view(-1, self.num_kv_heads, self.v_head_dim)
         backend = current_attention_backend()
         return backend.forward(q, k, v, self, forward_batch, save_kv_cache)

@@ -49,6 +49,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+# At the end of the process; together well below the time that a launcher gives its children.
+_LAST_WRITES_S = 2.0
+_LAST_JOIN_S = 0.5
+
 
 class HiCacheController(HostStorageIO):
     """See the module docstring. Scheduler thread.
@@ -306,7 +310,13 @@ class HiCacheController(HostStorageIO):
         self.prefetch_tokens_occupied = 0
 
     def shutdown(self) -> None:
-        """End everything; idempotent. Never raises for, nor waits long for, a hanging backend."""
+        """End everything; idempotent. Never raises for, nor waits long for, a hanging backend.
+
+        Backups that are queued get a moment to be written.
+        """
+        if self.enable_storage and not self.wait_for_backups(_LAST_WRITES_S):
+            logger.warning("Leaving with backups unwritten: storage is too slow or hangs")
+        self._join_timeout_s = min(self._join_timeout_s, _LAST_JOIN_S)
         try:
             self.detach_storage_backend()
         except StorageError as error:

@@ -36,12 +36,20 @@ Handler = Callable[[Any], ControlReqOutput]
 
 
 def make_report_handlers(
-    reports: SchedulerReports, profiler: SchedulerProfiler, load: Callable[[], dict[str, Any]]
+    reports: SchedulerReports,
+    profiler: SchedulerProfiler,
+    *,
+    load: Callable[[], dict[str, Any]],
+    tiers: Callable[[], dict[str, Any]],
 ) -> dict[type, Handler]:
-    """Message type -> handler that returns the reply. `load` makes one entry of `/v1/loads`."""
+    """Message type -> handler that returns the reply.
+
+    `load` makes one entry of `/v1/loads`; `tiers` says what of the hierarchical cache can differ
+    from the settings.
+    """
 
     def handle_internal_state(recv: GetInternalStateReqInput) -> ControlReqOutput:
-        return GetInternalStateReqOutput(internal_state=reports.internal_state())
+        return GetInternalStateReqOutput(internal_state={**reports.internal_state(), **tiers()})
 
     def handle_set_internal_state(recv: SetInternalStateReqInput) -> ControlReqOutput:
         # No argument of the present feature set can be changed while serving.

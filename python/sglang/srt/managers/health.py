@@ -43,9 +43,12 @@ class HealthProbe:
         Answers within `_ANSWER_WITHIN_S` seconds.
         """
         manager = self._manager
-        if manager.dead_message is not None:
+        if manager.dead_message is not None or manager.weights.state.is_mixed:
             return False
         manager.auto_create_handle_loop()
+        if manager.weights.is_busy:
+            # The schedulers join a group or load weights, and answer nothing else meanwhile.
+            return not self._has_suspended_child()
         limit_s = envs.SGLANG_HEALTH_CHECK_TIMEOUT.get()
         if manager.last_receive_time >= self._asked_time:
             # The engine has answered since: its silence, if any, begins with this question.
@@ -80,7 +83,7 @@ class HealthProbe:
     async def _run_probe(self, limit_s: float) -> None:
         try:
             async with asyncio.timeout(limit_s):
-                if self._manager.is_pause:
+                if self._manager.is_holding:
                     await self._manager.control.ping(limit_s)
                 else:
                     await self._generate_one()

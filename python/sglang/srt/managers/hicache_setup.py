@@ -23,12 +23,12 @@ from sglang.srt.mem_cache.host_pool_sizing import (
     host_memory_info,
     host_pool_tokens,
 )
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.memory_pool_host import (
     HostKVCache,
     HostPoolGroup,
-    MHATokenToKVPoolHost,
     PoolEntry,
+    make_host_pool,
 )
 from sglang.srt.mem_cache.page_key import CacheIdentity
 from sglang.srt.mem_cache.pool_transfer import PoolName
@@ -54,7 +54,7 @@ class HiCacheSettings:
 def build_hicache(
     settings: HiCacheSettings,
     *,
-    device_pool: MHATokenToKVPool,
+    device_pool: KVCache,
     allocator: BaseTokenToKVPoolAllocator,
     model_config: ModelConfig,
     weights_fingerprint: str,
@@ -82,7 +82,12 @@ def build_hicache(
         # Ranks must agree on the size, or one would evict where another does not.
         num_tokens = min_reduce([num_tokens])[0]
         prefetch_reduce = group_min_reduce(new_host_group())
-    host_pool = MHATokenToKVPoolHost(device_pool, num_tokens, settings.layout)
+    host_pool = make_host_pool(device_pool, num_tokens, settings.layout)
+    if host_pool is None:
+        raise ValueError(
+            f"--enable-hierarchical-cache does not know the model's kind of KV cache "
+            f"({type(device_pool).__name__})."
+        )
     anchor = PoolEntry(name=PoolName.KV, host_pool=host_pool, device_pool=device_pool)
     controller = HiCacheController(
         allocator,
@@ -93,6 +98,7 @@ def build_hicache(
         storage_config=HiCacheStorageConfig(
             tp_rank=tp.rank,
             tp_size=tp.size,
+            is_mla_model=host_pool.is_replicated,
             is_page_first_layout=settings.layout != "layer_first",
             model_name=settings.served_model_name,
         ),
@@ -120,8 +126,12 @@ def build_hicache(
 def make_identity(
     model_config: ModelConfig, host_pool: HostKVCache, weights_fingerprint: str
 ) -> CacheIdentity:
-    """What the bytes of a host pool are a function of, besides the tokens."""
+    """What the bytes of a host pool are a function of, besides the tokens.
+
+    What every rank holds alike is the same for any number of ranks.
+    """
     tp = get_tp_group()
+    shard = (0, 1) if host_pool.is_replicated else (tp.rank, tp.size)
     config = json.dumps(dict(model_config.hf_config), sort_keys=True, default=str)
     digest = hashlib.sha256(config.encode()).hexdigest()[:16]
     return CacheIdentity(
@@ -130,8 +140,8 @@ def make_identity(
         kv_dtype=str(host_pool.dtype),
         page_size=host_pool.page_size,
         layout=host_pool.byte_layout_tag(),
-        tp_rank=tp.rank,
-        tp_size=tp.size,
+        tp_rank=shard[0],
+        tp_size=shard[1],
     )
 
 
@@ -146,17 +156,18 @@ def register_draft(
     Its host pool has the target's number of slots, page size and layout.
     """
     target_host = controller.mem_pool_host
-    if not isinstance(pool, MHATokenToKVPool):
+    host_pool = make_host_pool(pool, target_host.size, target_host.layout)
+    if host_pool is None:
         logger.warning(
             "The draft's KV pool (%s) cannot be kept beside the target's: after a cache hit from "
             "host or storage the accept length will be low",
             type(pool).__name__,
         )
         return False
-    host_pool = MHATokenToKVPoolHost(pool, target_host.size, target_host.layout)
+    registered = host_pool
 
     def digest() -> bytes:
-        return make_identity(model_config, host_pool, fingerprint()).digest()
+        return make_identity(model_config, registered, fingerprint()).digest()
 
     controller.set_draft_kv_pool(pool, host_pool, digest)
     logger.info("Draft KV travels with the target's: %d host tokens", host_pool.size)

@@ -345,16 +345,130 @@ class FreezeGCReqOutput(ControlReqOutput):
 
 
 @dataclass(kw_only=True)
-class UpdateWeightsFromTensorReqInput(ControlReqInput):
+class WeightUpdateReqInput(ControlReqInput):
+    """What the requests that replace weights have in common."""
+
+    flush_cache: bool = True  # empty the caches; refused, weights untouched, while requests run
+    abort_all_requests: bool = False
+    weight_version: str | None = None  # label of the new weights; None: the label stays
+    torch_empty_cache: bool = False
+
+
+@dataclass(kw_only=True)
+class UpdateWeightsFromTensorReqInput(WeightUpdateReqInput):
     """Tensors from a trainer on this host, as `MultiprocessingSerializer` writes them."""
 
     serialized_named_tensors: list[Any]  # str (base64) or bytes; one a tensor-parallel rank
     load_format: str | None = None  # None | direct | flattened_bucket | name of a custom loader
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
     selector: str = "all"  # all | target | draft
-    torch_empty_cache: bool = False
+
+
+@dataclass(kw_only=True)
+class UpdateWeightsFromDistributedReqInput(WeightUpdateReqInput):
+    """Tensors that rank 0 of a trainer's group will broadcast, in this order."""
+
+    names: list[str]
+    dtypes: list[str]  # torch names, "bfloat16"
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None  # None | flattened_bucket
+    selector: str = "all"
+
+
+@dataclass(kw_only=True)
+class UpdateWeightFromDiskReqInput(WeightUpdateReqInput):
+    """A complete checkpoint on a disk that the schedulers can read."""
+
+    model_path: str
+    load_format: str | None = None  # None: as the flag says
+    # Accepted for clients that send them; weights are written in place, so graphs stay valid.
+    is_async: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    manifest: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class UpdateWeightsFromIPCReqInput(WeightUpdateReqInput):
+    """Tensors from a checkpoint engine on this host."""
+
+    zmq_handles: dict[str, str]  # UUID of a GPU ("cpu-<rank>" without) -> zmq address
+
+
+@dataclass(kw_only=True)
+class WeightUpdateReqOutput(ControlReqOutput):
+    """Reply to everything about weights that has no more to say."""
+
+    weights_mixed: bool = False  # the models hold tensors of two versions
+    released_tags: list[str] | None = None  # replies about memory: what is released now
+
+
+@dataclass(kw_only=True)
+class InitWeightsUpdateGroupReqInput(ControlReqInput):
+    """Join a trainer's process group as rank `rank_offset` + own tensor-parallel rank."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+@dataclass(kw_only=True)
+class DestroyWeightsUpdateGroupReqInput(ControlReqInput):
+    group_name: str = "weight_update_group"
+
+
+@dataclass(kw_only=True)
+class BeginWeightUpdateReqInput(ControlReqInput):
+    """Open a session: the updates until its end are parts of one."""
+
+    selector: str = "all"
+
+
+@dataclass(kw_only=True)
+class EndWeightUpdateReqInput(ControlReqInput):
+    pass
+
+
+@dataclass(kw_only=True)
+class GetWeightsByNameReqInput(ControlReqInput):
+    name: str
+    truncate_size: int = 100  # rows
+
+
+@dataclass(kw_only=True)
+class GetWeightsByNameReqOutput(ControlReqOutput):
+    parameter: list[Any] | None = None  # nested lists of floats
+
+
+@dataclass(kw_only=True)
+class CheckWeightsReqInput(ControlReqInput):
+    """Checksums of the weights, or comparison with a snapshot."""
+
+    action: str = "checksum"  # checksum | snapshot | reset_tensors | compare
+    allow_quant_error: bool = False
+    skip_tensor_list: list[str] | None = None
+    selector: str = "all"
+
+
+@dataclass(kw_only=True)
+class CheckWeightsReqOutput(WeightUpdateReqOutput):
+    checksum: dict[str, Any] | None = None  # `ranks` and `per_engine_checksum`
+
+
+@dataclass(kw_only=True)
+class ReleaseMemoryOccupationReqInput(ControlReqInput):
+    """Give memory back to the system until it is resumed."""
+
+    tags: list[str] | None = None  # None or empty: all of `constants.GPU_MEMORY_ALL_TYPES`
+
+
+@dataclass(kw_only=True)
+class ResumeMemoryOccupationReqInput(ControlReqInput):
+    tags: list[str] | None = None
 
 
 @dataclass(kw_only=True)

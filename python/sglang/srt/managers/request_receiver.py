@@ -22,7 +22,7 @@ from sglang.srt.utils.wakeup import Wakeup
 # How long an idle scheduler sleeps on its channel. New messages end the sleep at once; the limit
 # keeps the liveness counter moving and notices deadlines and compiled grammars.
 IDLE_WAIT_S = 0.02
-# While copies or storage are at work, other ranks may finish theirs without waking this one.
+# While copies, or storage of other ranks, are at work: their ends wake nobody here.
 TRANSFER_WAIT_S = 0.002
 
 
@@ -53,8 +53,8 @@ class RequestReceiver:
     ) -> ReceivedStep:
         """Take everything that has arrived; sleeps a little where `idle` and nothing has.
 
-        `transfers`: copies or storage are at work and may wake us. `poll_grammars` is asked on
-        rank 0 only. Collective over the TP ranks.
+        `transfers`: something is at work whose end does not wake us, so the sleep is short.
+        `poll_grammars` is asked on rank 0 only. Collective over the TP ranks.
         """
         frame = b""
         if self._channel is not None:

@@ -361,6 +361,7 @@ class StepShape:
     max_tokens: int = 1
     num_slots: int = 1
     num_draft_tokens: int = 1  # verified a step, for the statistics
+    needs_host_tokens: bool = False  # every step: the worker reads what the requests have so far
 
 
 class ScheduleBatch:

@@ -17,10 +17,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import tp_cpu_group
 from sglang.srt.environ import envs
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.control_handlers import make_report_handlers
@@ -45,7 +46,6 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqOutput,
     TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
-    UpdateWeightVersionReqOutput,
 )
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
@@ -59,11 +59,14 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import SchedulerReports
+from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 from sglang.srt.managers.tp_worker import BatchWorker, GenerationBatchResult
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.memory_saver import MemorySaver
+from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.platforms import current_platform
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker import DraftModelWorker
@@ -94,6 +97,8 @@ class SchedulerConfig:
     dp_rank: int
     is_rank_zero: bool
     enable_overlap: bool
+    # After an update without a flush, cached KV of the old weights is never matched again.
+    isolate_weights: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,9 @@ class SchedulerParts:
     hicache_control: HiCacheControl | None  # None without a hierarchical cache
     send_to_front: Callable[[ControlReqOutput], None]
     beat: Callable[[], None]  # liveness counter
+    # None where a worker without weights stands in; then there are no weight messages either.
+    weight_updater: WeightUpdater | None = None
+    memory_saver: MemorySaver = field(default_factory=MemorySaver)
 
 
 @dataclass(slots=True)
@@ -125,7 +133,7 @@ class DeferredFlush:
     deadline: float
 
 
-class Scheduler:
+class Scheduler(SchedulerUpdateWeightsMixin):
     """See the module docstring. One thread: the process's main thread."""
 
     def __init__(self, config: SchedulerConfig, parts: SchedulerParts) -> None:
@@ -143,7 +151,9 @@ class Scheduler:
         self.checker = parts.checker
         self.hicache_control = parts.hicache_control
         self._send_to_front = parts.send_to_front
-        self._beat = parts.beat
+        self.beat = parts.beat
+        self.memory_saver = parts.memory_saver
+        self._weight_updater = parts.weight_updater
 
         self.req_to_token_pool: ReqToTokenPool
         self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
@@ -230,11 +240,11 @@ class Scheduler:
 
     def _begin_iteration(self) -> ScheduleBatch | None:
         """Take in what has arrived, settle transfers, choose the step."""
-        self._beat()
+        self.beat()
         step = self.receiver.recv(
             idle=self._is_resting(),
             poll_grammars=self.grammar_manager.poll_ready,
-            transfers=self.tree_cache.has_pending_transfers(),
+            transfers=self._must_poll_transfers(),
         )
         self._now = step.now
         self.process_input_requests(step)
@@ -249,6 +259,8 @@ class Scheduler:
             self._idle_checked = False
             if batch.forward_mode is ForwardMode.EXTEND:
                 self.last_batch = batch
+        else:
+            self.reports.on_rest(self._counts())
         self.streamer.flush()
         self._try_deferred_flush()
         if batch is None and not self._idle_checked and self._is_no_request():
@@ -264,7 +276,7 @@ class Scheduler:
         self._idle_checked = True
 
     def _has_nothing_to_run(self) -> bool:
-        if self.is_paused:
+        if self.is_paused or not self.memory_saver.may_step:
             return not self.result_queue
         return (
             not self.waiting_queue
@@ -280,6 +292,12 @@ class Scheduler:
             return True
         waits = bool(self.waiting_queue) and self.cur_batch is None and not self.result_queue
         return waits and self.tree_cache.has_pending_transfers()
+
+    def _must_poll_transfers(self) -> bool:
+        """Something may end without a wake-up: a copy, or storage work of another rank."""
+        if self.tree_cache.has_pending_copies():
+            return True
+        return tp_cpu_group() is not None and self.tree_cache.has_pending_transfers()
 
     def _is_no_request(self) -> bool:
         """Nothing running, waiting (ignored while paused), chunked, in flight or compiling."""
@@ -299,7 +317,7 @@ class Scheduler:
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """The next step: a prefill if any waiting request fits, else a decode; None to rest."""
         self._absorb_last_prefill()
-        if self.is_paused:
+        if self.is_paused or not self.memory_saver.may_step:
             return None
         self._drop_ended()
         batch = self.get_new_batch_prefill()
@@ -510,6 +528,7 @@ class Scheduler:
             weight_version=self.weight_version,
             stream_interval=self.config.stream_interval,
         )
+        req.needs_host_tokens |= self.worker.step_shape.needs_host_tokens
         if recv.is_health_check and not self._has_nothing_to_run():
             # Busy is healthy: the probe must not wait behind real work.
             self._finish_without_slots(req, FinishAbort("The server is busy.", None, None))
@@ -696,11 +715,15 @@ class Scheduler:
             PauseGenerationReqInput: self.pause_generation,
             ContinueGenerationReqInput: self.continue_generation,
             SlowDownReqInput: self._handle_slow_down,
-            **make_report_handlers(self.reports, self.profiler, self._load),
-            UpdateWeightVersionReqInput: self._handle_weight_version,
+            **make_report_handlers(
+                self.reports, self.profiler, load=self._load, tiers=self._tier_state
+            ),
+            UpdateWeightVersionReqInput: self.update_weight_version,
         }
         if self.hicache_control is not None:
             control |= self.hicache_control.handlers(self._why_busy)
+        if self._weight_updater is not None:
+            control |= self.weight_handlers()
         handlers: dict[type, Callable[[Any], None]] = {
             TokenizedGenerateReqInput: self.handle_generate_request,
             BatchTokenizedGenerateReqInput: self._handle_batch,
@@ -756,6 +779,9 @@ class Scheduler:
         self.token_to_kv_pool_allocator.clear()
         if self.draft_worker is not None:
             self.draft_worker.clear_cache_pool()
+        if self._weight_updater is not None:
+            # An update without a flush or isolation has left the old one in place.
+            self.tree_cache.finish_weights_update(self._weight_updater.kv_fingerprint())
         self.forward_ct_decode = 0
         self.reports.reset_counters()
         current_platform().empty_cache()
@@ -816,16 +842,38 @@ class Scheduler:
         self.is_paused = False
         return ContinueGenerationReqOutput()
 
-    def _handle_weight_version(
-        self, recv: UpdateWeightVersionReqInput
-    ) -> UpdateWeightVersionReqOutput:
-        if recv.abort_all_requests:
+    # ---------------------------------------------------------------------------------------
+    # What weight updates need (see `WeightUpdateHost`)
+    # ---------------------------------------------------------------------------------------
+
+    @property
+    def weight_updater(self) -> WeightUpdater:
+        if self._weight_updater is None:
+            raise RuntimeError("this scheduler's worker has no weights")
+        return self._weight_updater
+
+    def settle_requests(self, abort_all: bool) -> str | None:
+        """Read all results, abort all if asked; None when a flush is possible, else counts."""
+        if abort_all:
             self._abort_matching(lambda req: True, None)
         self._drain_results()
-        self.weight_version = recv.new_version
+        return None if self._is_no_request() else self._pending_counts()
+
+    def isolate_cached_kv(self) -> None:
+        """Let the cache go on under the weights' present fingerprint: old KV only misses.
+
+        Without isolation old KV stays in use; then nothing goes to storage until the next flush.
+        """
+        fingerprint = self.weight_updater.kv_fingerprint()
+        if self.config.isolate_weights or fingerprint == self.tree_cache.weights_fingerprint:
+            self.tree_cache.finish_weights_update(fingerprint)
+
+    def stamp_weight_version(self, version: str) -> None:
+        """Label what is generated from now on; requests note at which token it changed."""
+        self._drain_results()
+        self.weight_version = version
         for req in [*self._held_requests(), *self.waiting_queue, *self.grammar_manager.pending()]:
-            req.weight_versions.change(recv.new_version, len(req.output_ids))
-        return UpdateWeightVersionReqOutput(message=f"Weight version updated to {recv.new_version}")
+            req.weight_versions.change(version, len(req.output_ids))
 
     def _load(self) -> dict[str, Any]:
         return self.reports.load(
@@ -834,6 +882,12 @@ class Scheduler:
             num_grammar=len(self.grammar_manager),
             is_paused=self.is_paused,
         )
+
+    def _tier_state(self) -> dict[str, Any]:
+        """What of the cache's tiers can differ from the settings, for `/server_info`."""
+        if self.hicache_control is None:
+            return {}
+        return {**self.hicache_control.status(), "hicache_draft_synced": self.hicache_draft_synced}
 
     def _handle_slow_down(self, recv: SlowDownReqInput) -> SlowDownReqOutput:
         seconds = recv.forward_sleep_time

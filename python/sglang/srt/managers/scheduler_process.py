@@ -17,6 +17,7 @@ from sglang.srt.constrained.base_grammar_backend import (
     create_grammar_backend,
 )
 from sglang.srt.distributed.parallel_state import get_tp_group, init_distributed
+from sglang.srt.environ import envs
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.finish_check import DecodeTail
 from sglang.srt.managers.grammar_manager import GrammarManager
@@ -37,7 +38,10 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
+from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
+from sglang.srt.model_executor.weight_groups import UpdateTimeouts
+from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.observability.metrics import (
     SchedulerConstants,
     SchedulerLabels,
@@ -74,6 +78,22 @@ def run_scheduler_process(
     Any exception leaves through the caller (the launcher's wrapper reports it and exits non-zero).
     """
     start = time.perf_counter()
+    scheduler, ready = make_scheduler(server_args, port_args, tp_rank, dp_rank)
+    ready.load_time_s = time.perf_counter() - start
+    pipe_writer.send(ready)
+    pipe_writer.close()
+    scheduler.run()
+    scheduler.tree_cache.shutdown()
+    logger.info("Scheduler stopped")
+
+
+def make_scheduler(
+    server_args: ServerArgs, port_args: PortArgs, tp_rank: int, dp_rank: int
+) -> tuple[Scheduler, SchedulerReady]:
+    """Load the model and build the scheduler that the settings ask for. Collective over TP ranks.
+
+    Also makes this process's platform and tensor-parallel group.
+    """
     platform = init_platform(server_args.device, _device_index(server_args, tp_rank, dp_rank))
     platform.configure_process(server_args.num_threads)
     tp_size = server_args.tp_size
@@ -104,11 +124,7 @@ def run_scheduler_process(
         tp_rank=tp_rank,
         dp_rank=dp_rank,
     )
-    ready.load_time_s = time.perf_counter() - start
-    pipe_writer.send(ready)
-    pipe_writer.close()
-    scheduler.run()
-    logger.info("Scheduler stopped")
+    return scheduler, ready
 
 
 def _device_index(server_args: ServerArgs, tp_rank: int, dp_rank: int) -> int:
@@ -140,9 +156,14 @@ def _runner_config(
         cuda_graph_bs=server_args.cuda_graph_bs_decode,
         disable_cuda_graph_padding=server_args.disable_cuda_graph_padding,
         warm_up_tokens=_warm_up_tokens(server_args, model_config),
+        # The target of a draft model takes no plain decode step, but for NGRAM's.
+        use_decode_runner=plan is None,
         draft_token_bytes=plan.token_bytes if plan is not None else 0,
         draft_weight_bytes=plan.weight_bytes if plan is not None else 0,
         draft_positions=draft_positions(spec) if spec is not None else 0,
+        memory_saver=MemorySaver(server_args.enable_memory_saver),
+        keep_released_weights=server_args.enable_weights_cpu_backup,
+        keep_released_draft_weights=server_args.enable_draft_weights_cpu_backup,
     )
 
 
@@ -194,6 +215,7 @@ def build_scheduler(
     worker: BatchWorker = draft_worker or target_worker
     rows, allocator = worker.get_memory_pool()
     metrics = _make_metrics(server_args, ready, tp_rank=tp_rank, dp_rank=dp_rank)
+    weight_updater = _make_weight_updater(server_args, target_worker, draft_worker)
     wakeup = Wakeup()
     hicache = _make_hicache(server_args, target_worker, draft_worker, wakeup, metrics)
     tree_cache = create_tree_cache(
@@ -204,7 +226,7 @@ def build_scheduler(
             disable=server_args.disable_radix_cache,
             eviction_policy=server_args.radix_eviction_policy,
             is_eagle=needs_bigram_keys(server_args),
-            weights_fingerprint=target_worker.model_runner.weights_fingerprint,
+            weights_fingerprint=weight_updater.kv_fingerprint(),
             hicache=hicache,
         )
     )
@@ -258,6 +280,8 @@ def build_scheduler(
         hicache_control=_make_hicache_control(server_args, tree_cache),
         send_to_front=send_control or _no_front,
         beat=liveness.increment,
+        weight_updater=weight_updater,
+        memory_saver=target_worker.model_runner.config.memory_saver or MemorySaver(),
     )
     config = _scheduler_config(
         server_args,
@@ -267,6 +291,23 @@ def build_scheduler(
         is_rank_zero=is_rank_zero,
     )
     return Scheduler(config, parts)
+
+
+def _make_weight_updater(
+    server_args: ServerArgs, target: TpModelWorker, draft: BaseSpecWorker | None
+) -> WeightUpdater:
+    drafts = [draft.model_runner] if isinstance(draft, DraftModelWorker) else []
+    return WeightUpdater(
+        target.model_runner,
+        drafts,
+        model_path=server_args.model_path,
+        load_format=server_args.load_format,
+        custom_weight_loaders=server_args.custom_weight_loader,
+        timeouts=UpdateTimeouts(
+            join_s=envs.SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT.get(),
+            receive_s=envs.SGLANG_WEIGHT_RECEIVE_TIMEOUT.get(),
+        ),
+    )
 
 
 def _no_front(reply: ControlReqOutput) -> None:
@@ -359,6 +400,7 @@ def _scheduler_config(
         dp_rank=dp_rank,
         is_rank_zero=is_rank_zero,
         enable_overlap=not server_args.disable_overlap_schedule,
+        isolate_weights=not server_args.disable_weight_version_kv_isolation,
     )
 
 

@@ -58,6 +58,7 @@ class SchedulerReports:
         self.cache_hit_rate = 0.0
         self.num_retracted_total = 0
         self._decode_steps = 0
+        self._shown_host_tokens = (0, 0)
         self._window_start = time.perf_counter()
         self._window_tokens = 0
         self._window_spec = (0, 0)  # verifications and accepted drafts at its start
@@ -134,6 +135,11 @@ class SchedulerReports:
         if self.metrics is not None:
             self._log_stats((0, 0))
 
+    def on_rest(self, counts: tuple[int, int]) -> None:
+        """An iteration without a step: show what transfers have changed. `counts`: see above."""
+        if self.metrics is not None and self._host_tokens() != self._shown_host_tokens:
+            self._log_stats(counts)
+
     def reset_counters(self) -> None:
         """Back to zero, as a cache flush demands."""
         self._close_window()
@@ -184,7 +190,7 @@ class SchedulerReports:
     def _log_stats(self, counts: tuple[int, int]) -> None:
         if self.metrics is None:
             return
-        host_used, host_total = self._host_tokens()
+        host_used, host_total = self._shown_host_tokens = self._host_tokens()
         self.metrics.log_stats(
             SchedulerStats(
                 num_running_reqs=counts[0],
@@ -215,7 +221,7 @@ class SchedulerReports:
         """One entry of `/server_info`'s `internal_states`."""
         total = self.results.spec_total
         return {
-            "avg_spec_accept_length": None if total is None else total.accept_length,
+            **({} if total is None else {"avg_spec_accept_length": total.accept_length}),
             **self.facts.server_args,
             "last_gen_throughput": self.last_gen_throughput,
             "memory_usage": self.facts.memory_usage,

@@ -11,8 +11,10 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.model_runner import resolve_kv_dtype
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule
+from sglang.srt.speculative.ngram_cache import MatchType, NgramOptions
 from sglang.srt.speculative.spec_info import DraftShape, SpeculativeAlgorithm
-from sglang.srt.speculative.worker_factory import SpecSettings
+from sglang.srt.speculative.worker_factory import NgramCorpus, SpecSettings
+from sglang.srt.utils.tokenizer import get_tokenizer
 
 
 def spec_settings(server_args: ServerArgs) -> SpecSettings | None:
@@ -28,6 +30,10 @@ def spec_settings(server_args: ServerArgs) -> SpecSettings | None:
     num_steps, topk, num_draft_tokens = shape
     if num_steps is None or topk is None or num_draft_tokens is None:
         raise ValueError(f"the draft's shape {shape} must be resolved before the launch")
+    is_ngram = algorithm is SpeculativeAlgorithm.NGRAM
+    if is_ngram:
+        # Branches of several matches meet at the root, whatever the breadth: never a chain.
+        topk = max(2, topk)
     return SpecSettings(
         algorithm=algorithm,
         shape=DraftShape(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens),
@@ -39,7 +45,35 @@ def spec_settings(server_args: ServerArgs) -> SpecSettings | None:
         draft_model_path=server_args.speculative_draft_model_path,
         draft_load_format=server_args.speculative_draft_load_format or "auto",
         overlap=not server_args.disable_overlap_schedule,
+        ngram=_ngram_options(server_args, num_draft_tokens) if is_ngram else None,
+        ngram_corpus=_ngram_corpus(server_args) if is_ngram else None,
     )
+
+
+def _ngram_options(server_args: ServerArgs, num_draft_tokens: int) -> NgramOptions:
+    return NgramOptions(
+        num_draft_tokens=num_draft_tokens,
+        max_trie_depth=server_args.speculative_ngram_max_trie_depth,
+        min_bfs_breadth=server_args.speculative_ngram_min_bfs_breadth,
+        max_bfs_breadth=server_args.speculative_ngram_max_bfs_breadth,
+        match_type=MatchType(server_args.speculative_ngram_match_type),
+        capacity=server_args.speculative_ngram_capacity,
+    )
+
+
+def _ngram_corpus(server_args: ServerArgs) -> NgramCorpus | None:
+    path = server_args.speculative_ngram_external_corpus_path
+    if path is None:
+        return None
+    encode = None
+    if not server_args.skip_tokenizer_init:
+        tokenizer = get_tokenizer(
+            server_args.tokenizer_path or server_args.model_path,
+            tokenizer_mode=server_args.tokenizer_mode,
+            trust_remote_code=server_args.trust_remote_code,
+        )
+        encode = tokenizer.encode
+    return NgramCorpus(path=path, encode=encode)
 
 
 def needs_bigram_keys(server_args: ServerArgs) -> bool:

@@ -27,15 +27,26 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
+    BeginWeightUpdateReqInput,
     ConfigureLoggingReq,
     ContinueGenerationReqInput,
     ControlReqOutput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
     FlushCacheReqOutput,
     GenerateReqInput,
+    GetWeightsByNameReqInput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     ProfileReqInput,
+    ReleaseMemoryOccupationReqInput,
     RequestOutput,
+    ResumeMemoryOccupationReqInput,
     SchedulerReady,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
     new_rid,
 )
@@ -47,6 +58,7 @@ from sglang.srt.managers.request_state import OutputListener, Phase, ReqState
 from sglang.srt.managers.tokenizer_control import TokenizerControl
 from sglang.srt.managers.tokenizer_dispatch import HEALTH_CHECK_RID_PREFIX, Dispatcher
 from sglang.srt.managers.tokenizer_prompts import PromptPreparer
+from sglang.srt.managers.tokenizer_weights import TokenizerWeights, WeightResult, WeightState
 from sglang.srt.observability.metrics import TokenizerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -111,9 +123,6 @@ class TokenizerManager:
         self, server_args: ServerArgs, port_args: PortArgs, scheduler_infos: list[SchedulerReady]
     ) -> None:
         self.server_args = server_args
-        self.model_path = server_args.model_path
-        self.served_model_name = server_args.served_model_name or server_args.model_path
-        self.weight_version = server_args.weight_version
         self.scheduler_infos = scheduler_infos
         info = scheduler_infos[0]
         self.context_len = info.context_len
@@ -154,9 +163,37 @@ class TokenizerManager:
             port_args.scheduler_input_ipc_names, skip_tokenizer=self.tokenizer is None
         )
         self.control = TokenizerControl(self._send_to_all, self._dispatcher.dp_size)
+        self.weights = TokenizerWeights(
+            self.control,
+            WeightState(
+                version=server_args.weight_version,
+                model_path=server_args.model_path,
+                served_model_name=server_args.served_model_name or server_args.model_path,
+            ),
+            dp_size=self._dispatcher.dp_size,
+            guard=self.weight_update_guard,
+            on_memory_change=lambda: self._spawn(self._notify_held()),
+        )
         self._handle_loop: asyncio.Task[None] | None = None
         self.event_loop: asyncio.AbstractEventLoop | None = None  # the one that it runs on
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def model_path(self) -> str:
+        return self.weights.state.model_path
+
+    @property
+    def served_model_name(self) -> str:
+        return self.weights.state.served_model_name
+
+    @property
+    def weight_version(self) -> str:
+        return self.weights.state.version
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether new requests wait here: paused, or memory that they need is released."""
+        return self.is_pause or bool(self.weights.state.released)
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -232,7 +269,7 @@ class TokenizerManager:
             if single.rid in self.rid_to_state:
                 raise RequestError(f"Duplicate request ID detected: {single.rid}")
         limit = self.server_args.max_queued_requests
-        if self.is_pause and limit is not None:
+        if self.is_holding and limit is not None:
             if len(self._held()) + len(split.singles) > limit:
                 raise RequestError(
                     "The request queue is full.", status_code=503, err_type="ServiceUnavailable"
@@ -290,10 +327,10 @@ class TokenizerManager:
 
     async def _hold_while_paused(self, states: list[ReqState], watch: _ClientWatch) -> None:
         """Return when generation may go on, or when all of `states` were aborted meanwhile."""
-        while self.is_pause and not all(state.is_finished for state in states):
+        while self.is_holding and not all(state.is_finished for state in states):
             try:
                 async with asyncio.timeout(_DISCONNECT_POLL_S), self.is_pause_cond:
-                    if self.is_pause:
+                    if self.is_holding:
                         await self.is_pause_cond.wait()
             except TimeoutError:
                 await watch.check()
@@ -304,7 +341,7 @@ class TokenizerManager:
         while True:
             await self._hold_while_paused(states, watch)
             await self.model_update_lock.acquire_reader()
-            if not self.is_pause or all(state.is_finished for state in states):
+            if not self.is_holding or all(state.is_finished for state in states):
                 return
             self.model_update_lock.release_reader()
 
@@ -636,7 +673,65 @@ class TokenizerManager:
         if obj.abort_all_requests:
             self.abort_request(abort_all=True)
         await self.control.update_weight_version(obj.new_version, obj.abort_all_requests)
-        self.weight_version = obj.new_version
+        self.weights.state.version = obj.new_version
+
+    # Documented names; `request` is the HTTP request or None and is not looked at.
+
+    async def init_weights_update_group(
+        self, obj: InitWeightsUpdateGroupReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.init_group(obj)
+
+    async def destroy_weights_update_group(
+        self, obj: DestroyWeightsUpdateGroupReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.destroy_group(obj)
+
+    async def begin_weight_update(
+        self, obj: BeginWeightUpdateReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.begin(obj)
+
+    async def end_weight_update(
+        self, obj: EndWeightUpdateReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.end(obj)
+
+    async def update_weights_from_tensor(
+        self, obj: UpdateWeightsFromTensorReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.from_tensor(obj)
+
+    async def update_weights_from_distributed(
+        self, obj: UpdateWeightsFromDistributedReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.from_distributed(obj)
+
+    async def update_weights_from_disk(
+        self, obj: UpdateWeightFromDiskReqInput, request: Any = None
+    ) -> tuple[bool, str, int]:
+        success, message = await self.weights.from_disk(obj)
+        return success, message, 0
+
+    async def update_weights_from_ipc(
+        self, obj: UpdateWeightsFromIPCReqInput, request: Any = None
+    ) -> WeightResult:
+        return await self.weights.from_ipc(obj)
+
+    async def get_weights_by_name(
+        self, obj: GetWeightsByNameReqInput, request: Any = None
+    ) -> list[Any]:
+        return await self.weights.get_by_name(obj)
+
+    async def release_memory_occupation(
+        self, obj: ReleaseMemoryOccupationReqInput, request: Any = None
+    ) -> None:
+        await self.weights.release_memory(obj)
+
+    async def resume_memory_occupation(
+        self, obj: ResumeMemoryOccupationReqInput, request: Any = None
+    ) -> None:
+        await self.weights.resume_memory(obj)
 
     # -- other controls -------------------------------------------------------------------------
 

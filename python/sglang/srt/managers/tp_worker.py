@@ -138,7 +138,7 @@ class TpModelWorker:
         self.device = model_runner.device
         self._layer_counter: LayerLoadCounter | None = None
         self.last_token_ids = torch.zeros(
-            model_runner.req_to_token_pool.size, dtype=torch.int64, device=self.device
+            model_runner.req_to_token_pool.num_rows, dtype=torch.int64, device=self.device
         )
 
     @property

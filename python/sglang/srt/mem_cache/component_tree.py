@@ -31,7 +31,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.events import EventRecorder, StorageMedium
 from sglang.srt.mem_cache.evict_policy import EvictKey, get_evict_key_fn
-from sglang.srt.mem_cache.page_key import CacheIdentity, PageHash, RadixKey, pack_tokens
+from sglang.srt.mem_cache.page_key import (
+    CacheIdentity,
+    PageHash,
+    RadixKey,
+    pack_tokens,
+    target_fingerprint,
+)
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentType,
     InvariantError,
@@ -443,7 +449,7 @@ class ComponentTree(BasePrefixCache):
         identity = self._hash_identity()
         fingerprint, extra_key = key.namespace
         if fingerprint is not None:
-            identity = identity.with_weights(fingerprint)
+            identity = identity.with_weights(target_fingerprint(fingerprint))
         return identity.with_namespace(extra_key).digest()
 
     def _hash_identity(self) -> CacheIdentity:

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheableReq, CacheInitParams
-from sglang.srt.mem_cache.hicache_tiers import Phase
-from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_transfer import PoolTransfer
 from sglang.srt.mem_cache.storage.extra_config import PrefetchOptions
 from sglang.srt.mem_cache.tree_components.base import ComponentType, TreeNode
 from sglang.srt.mem_cache.tree_components.mamba import MambaComponent
@@ -41,17 +40,11 @@ class HiMambaRadixCache(UnifiedRadixCache):
 
     def mamba_backup_transfers(self, nodes: Sequence[TreeNode]) -> list[PoolTransfer] | None:
         """Reserve host slots for the snapshots of ``nodes``; None where there is no room."""
-        return self._of_mamba(self._pool_transfers(nodes, Phase.BACKUP))
+        return self._states.reserve(nodes, to_host=True)
 
     def mamba_load_back_transfers(self, nodes: Sequence[TreeNode]) -> list[PoolTransfer] | None:
         """Reserve device slots for the snapshots of ``nodes``; None where there is no room."""
-        return self._of_mamba(self._pool_transfers(nodes, Phase.LOAD))
-
-    @staticmethod
-    def _of_mamba(transfers: list[PoolTransfer] | None) -> list[PoolTransfer] | None:
-        if transfers is None:
-            return None
-        return [transfer for transfer in transfers if transfer.name is PoolName.MAMBA]
+        return self._states.reserve(nodes, to_host=False)
 
     def _capture_state(self, req: CacheableReq, num_tokens: int) -> torch.Tensor | None:
         return self._capture(req, num_tokens) if num_tokens else None

@@ -89,9 +89,12 @@ class HiCacheTreeBase(HiCachePrefetch):
         _check_policies(params.hicache.write_policy, params.hicache.prefetch_policy)
         self._control_queues = self._make_control_queues()
         if params.hicache.storage_backend is not None:
-            success, message = self.attach_storage_backend(
-                storage_backend=params.hicache.storage_backend,
-                storage_backend_extra_config_json=params.hicache.storage_extra_config,
+            # A rank that cannot ends the start of all: nothing to agree on.
+            success, message = self._try_attach(
+                {
+                    "storage_backend": params.hicache.storage_backend,
+                    "storage_backend_extra_config_json": params.hicache.storage_extra_config,
+                }
             )
             if not success:
                 raise ValueError(message)
@@ -327,20 +330,39 @@ class HiCacheTreeBase(HiCachePrefetch):
         ``storage_backend``, ``storage_backend_extra_config_json`` (text or ``@file``),
         ``hicache_storage_prefetch_policy``, ``hicache_write_policy``; ``served_model_name`` is
         taken from the cache identity instead. The caller makes sure that nothing runs. Returns
-        (success, message); nothing has changed where it fails.
+        (success, message); nothing has changed where it fails, on any rank. Collective.
         """
         if self._controller is None:
             return super().attach_storage_backend(**config)
-        controller = self.cache_controller
-        backend = config["storage_backend"]
+        was_attached = self.enable_storage
+        success, message = self._try_attach(config)
+        if not self._all_ranks(success):
+            if success and not was_attached:
+                self._detach()
+            return False, message if not success else "Another rank could not attach storage."
+        self._apply_storage_runtime_config(*self._policies(config))
+        return True, message
+
+    def _policies(self, config: dict[str, Any]) -> tuple[str, str]:
+        """Return (write policy, prefetch policy) as a configuration wants them."""
         write_policy = config.get("hicache_write_policy") or self.write_policy
-        prefetch_policy = config.get("hicache_storage_prefetch_policy") or self.prefetch_stop_policy
+        prefetch_policy = config.get("hicache_storage_prefetch_policy")
+        return write_policy, prefetch_policy or self.prefetch_stop_policy
+
+    def _all_ranks(self, success: bool) -> bool:
+        """Whether it has gone well on every rank. Collective."""
+        min_reduce = self.hicache.min_reduce
+        return success if min_reduce is None else min_reduce([int(success)])[0] > 0
+
+    def _try_attach(self, config: dict[str, Any]) -> tuple[bool, str]:
+        """Attach on this rank; nothing has changed where it fails. Leaves the policies alone."""
+        backend = config["storage_backend"]
+        attached = self.cache_controller.storage_backend_type
         try:
-            _check_policies(write_policy, prefetch_policy)
-            if self.enable_storage and controller.storage_backend_type != backend:
+            self._check_runtime_config(*self._policies(config))
+            if self.enable_storage and attached != backend:
                 raise ValueError(
-                    f"Storage backend {controller.storage_backend_type} is attached; detach it "
-                    f"before {backend} is."
+                    f"Storage backend {attached} is attached; detach it before {backend} is."
                 )
             if not self.enable_storage:
                 text = config.get("storage_backend_extra_config_json")
@@ -348,7 +370,6 @@ class HiCacheTreeBase(HiCachePrefetch):
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the server goes on
             logger.warning("Storage backend %s not attached: %r", backend, error)
             return False, str(error) or repr(error)
-        self._apply_storage_runtime_config(write_policy, prefetch_policy)
         return True, f"storage backend {backend} attached"
 
     def _attach(self, backend: str, config: ExtraConfig) -> None:
@@ -367,26 +388,37 @@ class HiCacheTreeBase(HiCachePrefetch):
         self._mark_unstored()
 
     def _apply_storage_runtime_config(self, write_policy: str, prefetch_policy: str) -> None:
-        """Change the policies. All of them keep what is on the host a prefix (see the check)."""
-        _check_policies(write_policy, prefetch_policy)
-        if self.write_policy == "write_back" and write_policy != "write_back":
-            self._check_host_prefixes()
+        """Change the policies. Raises like ``_check_runtime_config``."""
+        self._check_runtime_config(write_policy, prefetch_policy)
         self.write_policy = write_policy
         self.prefetch_stop_policy = prefetch_policy
+
+    def _check_runtime_config(self, write_policy: str, prefetch_policy: str) -> None:
+        """Raise ValueError for an unknown policy, InvariantError where one may not be left."""
+        _check_policies(write_policy, prefetch_policy)
+        if self.write_policy == "write_back" and write_policy != "write_back":
+            # The other policies rely on it, and a flush establishes it.
+            self._check_host_prefixes()
 
     def _parse_storage_backend_extra_config(self, text: str | None) -> ExtraConfig:
         """Split a configuration into the tree's part and the backend's. Raises ValueError."""
         return parse_extra_config(text, self.default_storage_options)
 
     def detach_storage_backend(self) -> tuple[bool, str]:
-        """See ``BasePrefixCache``; idempotent. What is queued is settled or given up."""
+        """See ``BasePrefixCache``; idempotent, collective. What is queued is settled or dropped."""
         if self._controller is None:
             return super().detach_storage_backend()
+        success, message = self._detach()
+        if self._all_ranks(success):
+            return True, message
+        return False, message if not success else "Storage hangs on another rank."
+
+    def _detach(self) -> tuple[bool, str]:
         self.flush_write_through_acks()
         self._abort_all_prefetches()
         self.drain_storage_control_queues_local()
         try:
-            self._controller.detach_storage_backend()
+            self.cache_controller.detach_storage_backend()
         except Exception as error:  # noqa: BLE001 - the message goes to the operator
             logger.warning("Storage not detached: %r", error)
             return False, str(error) or repr(error)
@@ -416,8 +448,9 @@ class HiCacheTreeBase(HiCachePrefetch):
         return cleared
 
     def shutdown(self) -> None:
-        """See ``BasePrefixCache``."""
+        """See ``BasePrefixCache``; what is on its way to the host still goes to storage."""
         if self._controller is not None:
+            self.flush_write_through_acks()
             self._controller.shutdown()
 
     # -- weights -----------------------------------------------------------------------------------

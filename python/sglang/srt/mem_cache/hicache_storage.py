@@ -82,6 +82,14 @@ class HiCacheStorageConfig:
     extra_config: dict[str, Any] = field(default_factory=dict)
     rank_sharded_pools: frozenset[PoolName] = frozenset({PoolName.MAMBA})
 
+    def is_shared(self, pool: PoolName) -> bool:
+        """Whether the pages of a pool are the same on every rank, stored once for all of them."""
+        return self.is_mla_model and pool not in self.rank_sharded_pools
+
+    def writes(self, pool: PoolName) -> bool:
+        """Whether this rank stores its pages of a pool; of shared ones the first rank does."""
+        return self.tp_rank == 0 or not self.is_shared(pool)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheStorageExtraInfo:
@@ -437,8 +445,7 @@ class HiCacheFile(HiCacheStorage):
     ) -> tuple[str, Expected]:
         """The file of a key and what its header must say. Raises ValueError for a bad key."""
         pool_name = PoolName(parse_storage_key(key).pool)
-        is_shared = self.config.is_mla_model and pool_name not in self.config.rank_sharded_pools
-        owner = self._shared_owner if is_shared else self._rank_owner
+        owner = self._shared_owner if self.config.is_shared(pool_name) else self._rank_owner
         pool = self.pools.get(pool_name)
         expected = Expected(
             key=key,

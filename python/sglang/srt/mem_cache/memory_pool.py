@@ -9,15 +9,17 @@ Row 0 .. page_size-1 of each buffer is the dummy page: padding tokens write ther
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU from pages that the system zeroes when they are first used.
 
     `torch.zeros` would write all of a pool of many gigabytes at start-up.
@@ -25,7 +27,11 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(tuple(shape))
+
+
+# (shape, dtype) -> zeros on the pool's device.
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class KVBuffers(NamedTuple):
@@ -58,25 +64,35 @@ class AttentionLayer(Protocol):
 class ReqToTokenPool:
     """Table of slots: row = request, column = token position.
 
-    ``req_to_token`` is int32 [size, max_context_len] on the device, ``req_to_token_cpu`` its CPU
-    mirror (the same tensor on CPU). Rows are handed out lowest first. Scheduler thread only.
+    ``req_to_token`` is int32 [num_rows, max_context_len] on the device, ``req_to_token_cpu`` its
+    CPU mirror (the same tensor on CPU). Rows are handed out lowest first; the last one, the
+    ``padding_row``, never: all its cells are the dummy slot. Scheduler thread only.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         self.size = size
         self.max_context_len = max_context_len
         self.device = torch.device(device)
-        self.req_to_token = torch.zeros(
-            (size, max_context_len), dtype=torch.int32, device=self.device
-        )
+        shape = (self.num_rows, max_context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.req_to_token_cpu = (
             self.req_to_token
             if self.device.type == "cpu"
-            else torch.zeros((size, max_context_len), dtype=torch.int32)
+            else torch.zeros(shape, dtype=torch.int32)
         )
         self._free_rows: list[int] = []
         self._is_free: list[bool] = []
         self.clear()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table, and of every tensor that is indexed by them."""
+        return self.size + 1
+
+    @property
+    def padding_row(self) -> int:
+        """The row of requests that only fill up a captured batch."""
+        return self.size
 
     def clear(self) -> None:
         """Take back every row."""
@@ -116,14 +132,15 @@ class ReqToTokenPool:
         self.req_to_token_cpu[req_pool_idx, start:end] = values
         if self.req_to_token is not self.req_to_token_cpu:
             self.req_to_token[req_pool_idx, start:end].copy_(
-                values.to(torch.int32), non_blocking=True
+                values.to(torch.int32).pin_memory(), non_blocking=True
             )
 
     def write_at(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
         """Set one cell per entry, for a whole batch; int64 [n] CPU tensors."""
         self.req_to_token_cpu[rows, columns] = slots.to(torch.int32)
         if self.req_to_token is not self.req_to_token_cpu:
-            packed = torch.stack((rows, columns, slots)).to(self.device, non_blocking=True)
+            pinned = torch.stack((rows, columns, slots)).pin_memory()
+            packed = pinned.to(self.device, non_blocking=True)
             self.req_to_token[packed[0], packed[1]] = packed[2].to(torch.int32)
 
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
@@ -174,6 +191,13 @@ class KVCache(ABC):
         return layer_idx
 
     @abstractmethod
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return all that is kept of a token, [layer_num, size + page_size, ...] each.
+
+        Waits for nobody, unlike ``get_*_buffer``.
+        """
+
+    @abstractmethod
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return K of a layer, [size + page_size, num_heads, head_dim]."""
 
@@ -218,18 +242,25 @@ class MHATokenToKVPool(KVCache):
         device: torch.device | str,
         v_head_dim: int | None = None,
         start_layer: int = 0,
+        allocate: Allocate | None = None,
     ) -> None:
+        """`allocate` makes the buffers, zeroed; None: as tensors are made."""
         super().__init__(size, page_size, dtype, layer_num, device, start_layer)
         self.head_num = head_num
         self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         rows = size + page_size
         # Zeros, not empty: what padding reads from the dummy page must be finite.
-        self.k_data = _lazy_zeros((layer_num, rows, head_num, head_dim), dtype, self.device)
-        self.v_data = _lazy_zeros((layer_num, rows, head_num, self.v_head_dim), dtype, self.device)
+        zeros = allocate or functools.partial(_lazy_zeros, device=self.device)
+        self.k_data = zeros((layer_num, rows, head_num, head_dim), dtype)
+        self.v_data = zeros((layer_num, rows, head_num, self.v_head_dim), dtype)
         # Views made once: indexing a tensor by layer on every call costs more than a list.
         self.k_buffer = list(self.k_data.unbind(0))
         self.v_buffer = list(self.v_data.unbind(0))
+
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """See ``KVCache``: keys, values."""
+        return self.k_data, self.v_data
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """See ``KVCache``."""
@@ -257,3 +288,72 @@ class MHATokenToKVPool(KVCache):
     def get_kv_size_bytes(self) -> KVSizeBytes:
         """See ``KVCache``."""
         return KVSizeBytes(self.k_data.nbytes, self.v_data.nbytes)
+
+
+class MLATokenToKVPool(KVCache):
+    """Latent KV (multi-head latent attention): one row a token for all heads.
+
+    One allocation, [layer_num, size + page_size, 1, kv_lora_rank + qk_rope_head_dim]: the
+    compressed vector, then the rotated key. Keys are whole rows, values their first
+    ``kv_lora_rank`` columns, as a view. Every tensor-parallel rank holds the same.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        layer_num: int,
+        device: torch.device | str,
+        start_layer: int = 0,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """`allocate` makes the buffer, zeroed; None: as tensors are made."""
+        super().__init__(size, page_size, dtype, layer_num, device, start_layer)
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.kv_cache_dim = kv_lora_rank + qk_rope_head_dim
+        # Zeros, not empty: what padding reads from the dummy page must be finite.
+        zeros = allocate or functools.partial(_lazy_zeros, device=self.device)
+        self.kv_data = zeros((layer_num, size + page_size, 1, self.kv_cache_dim), dtype)
+        self.kv_buffer = list(self.kv_data.unbind(0))
+        self._value_views = [buffer[..., :kv_lora_rank] for buffer in self.kv_buffer]
+
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """See ``KVCache``: the latent rows."""
+        return (self.kv_data,)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """See ``KVCache``; [size + page_size, 1, kv_cache_dim]."""
+        return self.kv_buffer[self._loaded_layer(layer_id)]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """See ``KVCache``; [size + page_size, 1, kv_lora_rank], a view of the keys."""
+        return self._value_views[self._loaded_layer(layer_id)]
+
+    def set_kv_buffer(
+        self, layer: AttentionLayer, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """See ``KVCache``; ``k`` [n, 1, kv_cache_dim] holds ``v``, which is not looked at."""
+        self.kv_buffer[self._local_layer(layer.layer_id)][loc] = k.to(self.dtype)
+
+    def set_mla_kv_buffer(
+        self,
+        layer: AttentionLayer,
+        loc: torch.Tensor,
+        compressed: torch.Tensor,
+        rotated_key: torch.Tensor,
+    ) -> None:
+        """Write the two parts of n rows, [n, kv_lora_rank] and [n, qk_rope_head_dim]."""
+        rows = torch.cat((compressed, rotated_key), dim=-1).to(self.dtype)
+        self.kv_buffer[self._local_layer(layer.layer_id)][loc] = rows.unsqueeze(1)
+
+    def move(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
+        """See ``KVCache``."""
+        self.kv_data[:, to_slots.flatten()] = self.kv_data[:, from_slots.flatten()]
+
+    def get_kv_size_bytes(self) -> KVSizeBytes:
+        """See ``KVCache``; values take no room of their own."""
+        return KVSizeBytes(self.kv_data.nbytes, 0)

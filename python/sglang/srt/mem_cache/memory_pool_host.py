@@ -17,7 +17,7 @@ import torch
 
 from sglang.srt.mem_cache.host_copy import Copier, PageMap, Side, make_copier, pages_of
 from sglang.srt.mem_cache.host_memory import HostMemory
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -30,6 +30,9 @@ class HostKVCache(ABC):
     Slots are numbered ``0 .. size-1`` in pages of ``page_size``; a page keeps its slots together
     and in order. Freed pages are reused first-in first-out, in the same order on every rank.
     """
+
+    # Whether every tensor-parallel rank holds the same bytes, instead of a part of its own.
+    is_replicated = False
 
     def __init__(
         self, *, device_pool: KVCache, num_tokens: int, page_size: int, layout: str
@@ -199,32 +202,28 @@ class _Load:
         )
 
 
-class MHATokenToKVPoolHost(HostKVCache):
-    """Host pages of a ``MHATokenToKVPool``; pinned when that lies on a CUDA device.
+class _BufferedHostPool(HostKVCache):
+    """Host pages of a device pool of one or more buffers (*sides*), [layers, rows, ...] each.
 
-    Shapes of the buffer (P pages, L layers, H heads, D head size; keys are 0, values 1):
+    Pinned when the device pool lies on a CUDA device. A page has, for every layer and side, one
+    contiguous *piece*; the layouts differ in their order (P pages, L layers, S sides):
 
-    - ``layer_first``        [2, L, P, page_size, H, D]
-    - ``page_first``         [P, L, 2, page_size, H, D]
-    - ``page_first_direct``  [P, 2, L, page_size, H, D]
-
-    In both page-first layouts a page is one contiguous block; in ``page_first`` so is one layer of
-    a page. A page is stored in the order of its layout without P: pages of ``layer_first`` and of
-    ``page_first_direct`` have the same bytes. Where keys and values differ in head size, the order
-    is the same but the buffer has no such shape.
+    - ``layer_first``        [S, L, P, piece]
+    - ``page_first``         [P, L, S, piece]
+    - ``page_first_direct``  [P, S, L, piece]
     """
 
-    device_pool: MHATokenToKVPool
-
-    def __init__(self, device_pool: MHATokenToKVPool, num_tokens: int, layout: str) -> None:
+    def __init__(
+        self, device_pool: KVCache, num_tokens: int, layout: str, row_elements: Sequence[int]
+    ) -> None:
+        """`row_elements`: elements of one slot and layer, for each of ``buffers()``."""
         super().__init__(
             device_pool=device_pool,
             num_tokens=num_tokens,
             page_size=device_pool.page_size,
             layout=layout,
         )
-        head_bytes = self.page_size * device_pool.head_num * self.dtype.itemsize
-        sides = (head_bytes * device_pool.head_dim, head_bytes * device_pool.v_head_dim)
+        sides = [self.page_size * elements * self.dtype.itemsize for elements in row_elements]
         unit = next(size for size in _UNITS if all(side % size == 0 for side in sides))
         self._unit = _UNITS[unit]
         self._pieces = tuple(side // unit for side in sides)
@@ -235,17 +234,21 @@ class MHATokenToKVPoolHost(HostKVCache):
         self._host_sides = self._make_views(self.memory.tensor.view(self._unit))
         self._load: _Load | None = None  # the one whose layers are being copied
 
+    @abstractmethod
+    def _shape_of_page(self, page: torch.Tensor) -> torch.Tensor:
+        """Return a flat page with the shape that the layout gives it; ValueError if it has none."""
+
     def _make_views(self, units: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return keys and values [L, P, piece] as views of the buffer."""
-        layers, pages, both = self.layer_num, self.page_num, sum(self._pieces)
+        """Return the sides [L, P, piece] as views of the buffer."""
+        layers, pages, all_sides = self.layer_num, self.page_num, sum(self._pieces)
         views = []
         before = 0  # size of the sides before this one, a page and layer
         for piece in self._pieces:
-            page_stride = layers * both
+            page_stride = layers * all_sides
             if self.layout == "layer_first":
                 offset, layer_stride, page_stride = before * layers * pages, pages * piece, piece
             elif self.layout == "page_first":
-                offset, layer_stride = before, both
+                offset, layer_stride = before, all_sides
             else:
                 offset, layer_stride = before * layers, piece
             views.append(
@@ -255,12 +258,10 @@ class MHATokenToKVPoolHost(HostKVCache):
         return tuple(views)
 
     def sides(self, device_pool: KVCache) -> list[Side]:
-        """Return keys and values of both tiers as ``make_copier`` wants them."""
-        # Not ``get_key_buffer``: it waits for the very copy that is to be made.
-        assert isinstance(device_pool, MHATokenToKVPool)
-        buffers = (device_pool.k_data, device_pool.v_data)
+        """Return the sides of both tiers as ``make_copier`` wants them."""
+        buffers = device_pool.buffers()
         sides = []
-        for host, buffer, piece in zip(self._host_sides, buffers, self._pieces):
+        for host, buffer, piece in zip(self._host_sides, buffers, self._pieces, strict=True):
             device = buffer.view(self.layer_num, -1).view(self._unit)
             sides.append(Side(host=host, device=device.view(self.layer_num, -1, piece)))
         return sides
@@ -319,16 +320,10 @@ class MHATokenToKVPoolHost(HostKVCache):
         return [side[layer, page] for side in self._host_sides for layer in range(self.layer_num)]
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        """See the base class. Raises ValueError for a shape that unequal head sizes do not have."""
+        """See the base class. Raises ValueError for a shape that unequal sides do not have."""
         pieces = self._pieces_of(self._page(index))
         page = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.dtype)
-        if flat:
-            return page
-        pool = self.device_pool
-        if pool.head_dim != pool.v_head_dim:
-            raise ValueError("keys and values differ in head size: the page is flat only")
-        outer = (self.layer_num, 2) if self.layout == "page_first" else (2, self.layer_num)
-        return page.view(*outer, self.page_size, pool.head_num, pool.head_dim)
+        return page if flat else self._shape_of_page(page)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
         """See the base class."""
@@ -344,7 +339,7 @@ class MHATokenToKVPoolHost(HostKVCache):
             piece.copy_(part)
 
     def page_buffers(self, index: int) -> list[memoryview]:
-        """See the base class: one buffer in the page-first layouts, 2 * L in ``layer_first``."""
+        """See the base class: one buffer in the page-first layouts, S * L in ``layer_first``."""
         itemsize = self._unit.itemsize
         buffers = []
         for piece in self._pieces_of(self._page(index)):
@@ -361,6 +356,42 @@ class MHATokenToKVPoolHost(HostKVCache):
         ]
         return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
 
+    def destroy(self) -> None:
+        """See the base class."""
+        self._host_sides = ()
+        self._load = None
+        self.memory.close()
+
+
+class MHATokenToKVPoolHost(_BufferedHostPool):
+    """Host pages of a ``MHATokenToKVPool``.
+
+    Shapes of the buffer (P pages, L layers, H heads, D head size; keys are 0, values 1):
+
+    - ``layer_first``        [2, L, P, page_size, H, D]
+    - ``page_first``         [P, L, 2, page_size, H, D]
+    - ``page_first_direct``  [P, 2, L, page_size, H, D]
+
+    In both page-first layouts a page is one contiguous block; in ``page_first`` so is one layer of
+    a page. A page is stored in the order of its layout without P: pages of ``layer_first`` and of
+    ``page_first_direct`` have the same bytes. Where keys and values differ in head size, the order
+    is the same but the buffer has no such shape.
+    """
+
+    device_pool: MHATokenToKVPool
+
+    def __init__(self, device_pool: MHATokenToKVPool, num_tokens: int, layout: str) -> None:
+        heads = device_pool.head_num
+        rows = (heads * device_pool.head_dim, heads * device_pool.v_head_dim)
+        super().__init__(device_pool, num_tokens, layout, rows)
+
+    def _shape_of_page(self, page: torch.Tensor) -> torch.Tensor:
+        pool = self.device_pool
+        if pool.head_dim != pool.v_head_dim:
+            raise ValueError("keys and values differ in head size: the page is flat only")
+        outer = (self.layer_num, 2) if self.layout == "page_first" else (2, self.layer_num)
+        return page.view(*outer, self.page_size, pool.head_num, pool.head_dim)
+
     def byte_layout_tag(self) -> str:
         """See the base class."""
         pool = self.device_pool
@@ -371,11 +402,40 @@ class MHATokenToKVPoolHost(HostKVCache):
             f"dtype={str(self.dtype).removeprefix('torch.')}"
         )
 
-    def destroy(self) -> None:
+
+class MLATokenToKVPoolHost(_BufferedHostPool):
+    """Host pages of a ``MLATokenToKVPool``: one side, [L, P, page_size, 1, D] in ``layer_first``
+    and [P, L, page_size, 1, D] in the page-first layouts (D: width of a latent row).
+
+    A page has the same bytes in every layout, and on every tensor-parallel rank.
+    """
+
+    device_pool: MLATokenToKVPool
+    is_replicated = True
+
+    def __init__(self, device_pool: MLATokenToKVPool, num_tokens: int, layout: str) -> None:
+        super().__init__(device_pool, num_tokens, layout, (device_pool.kv_cache_dim,))
+
+    def _shape_of_page(self, page: torch.Tensor) -> torch.Tensor:
+        return page.view(self.layer_num, self.page_size, 1, self.device_pool.kv_cache_dim)
+
+    def byte_layout_tag(self) -> str:
         """See the base class."""
-        self._host_sides = ()
-        self._load = None
-        self.memory.close()
+        pool = self.device_pool
+        return (
+            f"mla[layer,token,dim] layers={self.layer_num} page={self.page_size} "
+            f"dims={pool.kv_lora_rank},{pool.qk_rope_head_dim} "
+            f"dtype={str(self.dtype).removeprefix('torch.')}"
+        )
+
+
+def make_host_pool(device_pool: KVCache, num_tokens: int, layout: str) -> HostKVCache | None:
+    """Return a host pool for a device pool; None where there is none for its kind."""
+    if isinstance(device_pool, MHATokenToKVPool):
+        return MHATokenToKVPoolHost(device_pool, num_tokens, layout)
+    if isinstance(device_pool, MLATokenToKVPool):
+        return MLATokenToKVPoolHost(device_pool, num_tokens, layout)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

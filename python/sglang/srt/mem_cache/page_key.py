@@ -255,6 +255,25 @@ class RadixKey:
         return hashes
 
 
+_DRAFT_MARK = "+"
+
+
+def kv_namespace(target: str, drafts: Sequence[str] = ()) -> str:
+    """Return the weights fingerprint of radix keys: that of the target, then those of its drafts.
+
+    KV of a prefix is reused for target and drafts together, so other weights of either must miss.
+    """
+    return _DRAFT_MARK.join((target, *drafts))
+
+
+def target_fingerprint(namespace: str) -> str:
+    """Return the target's part of a `kv_namespace`: all that the bytes of its pages depend on.
+
+    Draft pages name the draft's weights in their own storage keys (`draft_page_key`).
+    """
+    return namespace.partition(_DRAFT_MARK)[0]
+
+
 # Prefix of a storage key by pool. Hex digits hold no colon: keys of two pools never collide.
 _POOL_PREFIXES = {"kv": "", "draft": "d:", "mamba": "m:", "swa": "s:"}
 _SUFFIX_DIGITS = 16

@@ -164,6 +164,7 @@ class HostStorageIO:
         )
         self._draft_digest_fn = digest_fn
         if self.storage_backend is not None:
+            self.storage_backend.config = self._config_for(self.storage_backend.config.extra_config)
             self.storage_backend.register_mem_host_pool_v2(host_pool, PoolName.DRAFT)
 
     def _draft_digest(self) -> bytes | None:
@@ -195,7 +196,7 @@ class HostStorageIO:
             raise StorageError(f"storage backend {self.storage_backend_type} is attached already")
         self._finish_detach(0.0)
         self._draft_digest()  # raises now rather than at the first backup
-        config = replace(self._storage_config, extra_config=dict(extra_config))
+        config = self._config_for(extra_config)
         created = self._backend_factory(backend, config)
         try:
             for entry in self.host_pools.entries:
@@ -216,6 +217,19 @@ class HostStorageIO:
             }
         )
         self.enable_storage = True
+
+    def _config_for(self, extra_config: dict[str, Any]) -> HiCacheStorageConfig:
+        """Who we are, with the pools that each rank holds a part of."""
+        sharded = {e.name for e in self.host_pools.entries if not e.host_pool.is_replicated}
+        return replace(
+            self._storage_config,
+            extra_config=dict(extra_config),
+            rank_sharded_pools=self._storage_config.rank_sharded_pools | sharded,
+        )
+
+    def _stores(self, pool: PoolName) -> bool:
+        """Whether this rank writes its pages of a pool; else another one writes the same bytes."""
+        return self._config_for({}).writes(pool)
 
     def detach_storage_backend(self) -> None:
         """Answer every operation, stop the threads and close the backend; idempotent.
@@ -382,6 +396,12 @@ class HostStorageIO:
         if late:
             logger.warning("%d backups hang in %s", len(late), self.storage_backend_type)
         return num_dropped
+
+    def wait_for_backups(self, timeout_s: float) -> bool:
+        """Block until no backup is queued or under way; False when that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        pending = [op for op in self._backups.held() if not op.is_acked]
+        return all(op.wait_acked(max(deadline - time.monotonic(), 0.0)) for op in pending)
 
     # -- threads -----------------------------------------------------------------------------
 
@@ -633,13 +653,13 @@ class HostStorageIO:
     ) -> int:
         """Write pages of all pools, the draft's first: a target page that is there has its draft's.
 
-        Returns how many leading ones are written.
+        Returns how many leading ones are written, by this rank or by the one that writes for all.
         """
         num_pages = len(hashes)
         if draft_digest is not None:
             num_pages = self._draft_page_set(hashes, host_indices, draft_digest, extra)
-        if num_pages == 0:
-            return 0
+        if num_pages == 0 or not self._stores(self.host_pools.anchor.name):
+            return num_pages
         transfer = PoolTransfer(
             name=self.host_pools.anchor.name,
             host_indices=host_indices[: num_pages * self.page_size],
@@ -656,6 +676,8 @@ class HostStorageIO:
         extra: HiCacheStorageExtraInfo | None,
     ) -> int:
         """Write the draft's pages; return how many leading target pages may follow."""
+        if not self._stores(PoolName.DRAFT):
+            return len(hashes)
         transfer = self._draft_transfer(hashes, host_indices, draft_digest)
         num_written = 0
         try:

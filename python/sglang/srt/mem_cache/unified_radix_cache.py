@@ -8,7 +8,6 @@ only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -18,8 +17,18 @@ from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
 from sglang.srt.mem_cache.hicache_records import FetchedSpan, HostLock, PrefetchEntry
 from sglang.srt.mem_cache.hicache_tiers import Phase
 from sglang.srt.mem_cache.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
+from sglang.srt.mem_cache.storage.extra_config import ExtraConfig
+from sglang.srt.mem_cache.tree_components.base import (
+    ComponentType,
+    InvariantError,
+    TreeComponent,
+    TreeNode,
+)
 from sglang.srt.mem_cache.tree_components.full import FullComponent
+
+# Nodes to evict for a slot in a pool other than KV: those that go first may hold none there, and
+# the whole tier must not go for one.
+MAX_EVICTIONS_FOR_SLOTS = 4
 
 
 class UnifiedRadixCache(HiCacheTreeBase):
@@ -32,11 +41,10 @@ class UnifiedRadixCache(HiCacheTreeBase):
     ) -> None:
         super().__init__(params, components)
 
-    def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
-        """See ``HiCacheTreeBase``; refused where more than full-attention KV would be needed."""
+    def _attach(self, backend: str, config: ExtraConfig) -> None:
         if set(self.components) != {ComponentType.FULL}:
-            return False, "Storage holds full-attention KV only; this model needs more than that."
-        return super().attach_storage_backend(**config)
+            raise ValueError("Storage holds full-attention KV only; this model needs more.")
+        super()._attach(backend, config)
 
     @property
     def _full(self) -> FullComponent:
@@ -55,17 +63,28 @@ class UnifiedRadixCache(HiCacheTreeBase):
         self._refresh_host_leaf(lock.node)
 
     def _pool_transfers(self, nodes: Sequence[TreeNode], phase: Phase) -> list[PoolTransfer] | None:
-        to_host = phase is Phase.BACKUP
         reserved: list[PoolTransfer] = []
         for part in self.components.values():
-            while (of_part := part.reserve(nodes, to_host)) is None:
-                # The slots of such a pool come free with the nodes that hold them.
-                freed = self.evict_host(1) if to_host else self.evict(1).num_tokens_evicted
-                if freed == 0:
-                    self._cancel(phase, reserved)
-                    return None
+            of_part = self._reserve(part, nodes, phase)
+            if of_part is None:
+                self._cancel(phase, reserved)
+                return None
             reserved += of_part
         return reserved
+
+    def _reserve(
+        self, part: TreeComponent, nodes: Sequence[TreeNode], phase: Phase
+    ) -> list[PoolTransfer] | None:
+        """Let a component take slots; those of its own pool come free with the nodes that go."""
+        to_host = phase is Phase.BACKUP
+        for _ in range(MAX_EVICTIONS_FOR_SLOTS):
+            reserved = part.reserve(nodes, to_host)
+            if reserved is not None:
+                return reserved
+            freed = self.evict_host(1) if to_host else self.evict(1).num_tokens_evicted
+            if freed == 0:
+                return None
+        return part.reserve(nodes, to_host)
 
     def _cancel(self, phase: Phase, transfers: Sequence[PoolTransfer]) -> None:
         for part in self.components.values():

@@ -171,6 +171,8 @@ def why_not_supported(model: LanguageModel, num_ranks: int) -> str | None:
         return "the model is not in float32"
     if not isinstance(model, LlamaForCausalLM) or model.config.hidden_act not in _ACTIVATIONS:
         return "the model is not of the Llama kind"
+    if model.config.mla is not None:
+        return "the model's attention is latent"
     if not all(isinstance(layer.mlp, GatedMLP) for layer in model.model.layers):
         return "the model has experts"
     if len(set(model.config.sliding_windows)) != 1:

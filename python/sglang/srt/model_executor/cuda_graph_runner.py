@@ -11,10 +11,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -28,6 +28,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import use_attention_backend
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
 # pays once; steps that are not captured keep the default.
@@ -70,7 +72,7 @@ def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None)
 
 @dataclass(slots=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
+    graph: ReplayableGraph
     # Overwritten by each replay.
     logits: torch.Tensor  # float32 [size, V]
     token_ids: torch.Tensor  # int64 [size]: places of the largest
@@ -97,7 +99,7 @@ class CudaGraphRunner:
             (4, max_size), dtype=torch.int64, device=runner.device
         ).unbind(0)
         self._graphs: dict[int, _Graph] = {}
-        self._size_of = self._make_size_table()
+        self._size_of = size_table(batch_sizes)
         self.num_steps = 0
         self._capture_all(show_progress)
 
@@ -123,15 +125,6 @@ class CudaGraphRunner:
             greedy_token_ids=entry.token_ids[:num_reqs],
             unusable_rows=entry.unusable_rows[:num_reqs],
         )
-
-    def _make_size_table(self) -> list[int]:
-        """Number of requests -> captured size that holds them."""
-        table, size_index = [], 0
-        for num_reqs in range(self.batch_sizes[-1] + 1):
-            if num_reqs > self.batch_sizes[size_index]:
-                size_index += 1
-            table.append(self.batch_sizes[size_index])
-        return table
 
     def _fill_inputs(self, batch: ForwardBatch, num_reqs: int, size: int) -> None:
         """Copy a step's tensors into the static ones; neutral values behind them."""
@@ -164,9 +157,9 @@ class CudaGraphRunner:
             unit="size",
             disable=not show_progress,
         )
-        with _no_garbage_collection(), torch.inference_mode():
+        with capturing():
             for size in sizes:
-                with _product_library("cublaslt" if size <= _MAX_LT_SIZE else "cublas"):
+                with products_of(size):
                     entry = self._capture(size, pool)
                 pool = entry.graph.pool()
                 self._graphs[size] = entry
@@ -180,17 +173,12 @@ class CudaGraphRunner:
 
     def _capture(self, size: int, pool: Any) -> _Graph:
         batch = self._static_batch(size)
-        stream = torch.cuda.Stream(device=self._runner.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # Compiles kernels and allocates workspaces, which must not happen in a capture.
-            for _ in range(2):
-                checked_argmax(self._forward(batch))
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+
+        def step() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
             logits = self._forward(batch)
-            token_ids, unusable_rows = checked_argmax(logits)
+            return logits, checked_argmax(logits)
+
+        graph, (logits, (token_ids, unusable_rows)) = capture(step, self._runner.device, pool)
         return _Graph(graph=graph, logits=logits, token_ids=token_ids, unusable_rows=unusable_rows)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -216,6 +204,59 @@ class CudaGraphRunner:
             req_to_token_pool=self._runner.req_to_token_pool,
             token_to_kv_pool=self._runner.token_to_kv_pool,
         )
+
+
+class ReplayableGraph(Protocol):
+    """The part of `torch.cuda.CUDAGraph` that its users call."""
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> Any: ...
+
+
+def capture(
+    function: Callable[[], T], device: torch.device, pool: Any
+) -> tuple[ReplayableGraph, T]:
+    """Capture a call whose inputs are static tensors. Its outputs are overwritten by each replay.
+
+    The function runs twice before. `pool`: of an earlier graph, whose memory is used again where
+    nobody holds it; None: a new one.
+    """
+    stream = torch.cuda.Stream(device=device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Compiles kernels and allocates workspaces, which must not happen in a capture.
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        outputs = function()
+    return graph, outputs
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Around all captures of one owner."""
+    with _no_garbage_collection(), torch.inference_mode():
+        yield
+
+
+@contextmanager
+def products_of(num_rows: int) -> Iterator[None]:
+    """Around a capture: let the faster library do matrix products of so many rows."""
+    with _product_library("cublaslt" if num_rows <= _MAX_LT_SIZE else "cublas"):
+        yield
+
+
+def size_table(batch_sizes: list[int]) -> list[int]:
+    """Number of requests, up to the largest size -> the captured size (rising) that holds them."""
+    table, index = [], 0
+    for num_reqs in range(batch_sizes[-1] + 1):
+        if num_reqs > batch_sizes[index]:
+            index += 1
+        table.append(batch_sizes[index])
+    return table
 
 
 @contextmanager

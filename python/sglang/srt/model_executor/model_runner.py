@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.allocator import (
     BaseTokenToKVPoolAllocator,
     create_token_to_kv_pool_allocator,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner, why_not_supported
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from sglang.srt.model_executor.decode_runner import DecodeRunner
@@ -36,6 +36,9 @@ from sglang.srt.model_executor.kv_cache_sizing import (
     profile_max_num_tokens,
     resolve_max_running_requests,
 )
+from sglang.srt.model_executor.kv_pools import KVPoolShape, make_kv_pool
+from sglang.srt.model_executor.kv_pools import kv_bytes_per_token as kv_bytes_per_token
+from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.prefill_warm_up import warm_up_prefill
 from sglang.srt.model_executor.weight_names import (
     _model_load_weights_direct as _model_load_weights_direct,
@@ -81,6 +84,10 @@ class RunnerConfig:
     draft_token_bytes: int = 0
     draft_weight_bytes: int = 0
     draft_positions: int = 0
+    memory_saver: MemorySaver | None = None
+    # Copy weights to the host when their memory is released: a target's; its draft's.
+    keep_released_weights: bool = False
+    keep_released_draft_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +104,6 @@ def resolve_kv_dtype(name: str, model_dtype: str) -> torch.dtype:
         torch, _KV_DTYPES.get(name, name) if name != "auto" else model_dtype
     )
     return resolved
-
-
-def kv_bytes_per_token(model: ModelConfig, tp_size: int, kv_dtype: torch.dtype) -> int:
-    """Bytes of K and V that one token takes on one rank."""
-    heads = model.get_num_kv_heads(tp_size)
-    return 2 * model.num_hidden_layers * heads * model.head_dim * kv_dtype.itemsize
 
 
 class ModelRunner:
@@ -137,6 +138,8 @@ class ModelRunner:
         )
         if after_load is not None:
             after_load(self.model)
+        if config.memory_saver is not None:
+            config.memory_saver.adopt_weights(self.model, config.keep_released_weights)
         self.load_time_s = time.perf_counter() - start
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         logger.info(
@@ -146,7 +149,9 @@ class ModelRunner:
             self.weight_bytes / 1e9,
             before / 1e9,
         )
-        self.fingerprint = WeightsFingerprint(self.tp.cpu_group)
+        # Latent KV is the same on every rank: caches of any number of ranks may share it.
+        portable = model_config.mla is not None
+        self.fingerprint = WeightsFingerprint(self.tp.cpu_group, portable=portable)
         self.fingerprint.full(self.model)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model_config.dtype)
         if shared_pool is None:
@@ -160,7 +165,8 @@ class ModelRunner:
                 dtype=self.dtype,
                 num_heads=model_config.get_num_attention_heads(self.tp.size),
                 num_kv_heads=model_config.get_num_kv_heads(self.tp.size),
-                head_dim=model_config.head_dim,
+                head_dim=model_config.kv_key_dim,
+                v_head_dim=model_config.kv_value_dim if model_config.mla is not None else None,
                 page_size=config.page_size,
                 max_context_len=model_config.context_len,
                 max_running_requests=self.max_running_requests,
@@ -186,12 +192,17 @@ class ModelRunner:
         if current_platform().graph_capture_supported:
             return None if config.disable_cuda_graph else self._capture_graphs()
         reason = why_not_supported(self.model, self.tp.size)
-        if reason is None and isinstance(self.model, LlamaForCausalLM):
+        pool = self.token_to_kv_pool
+        if (
+            reason is None
+            and isinstance(self.model, LlamaForCausalLM)
+            and isinstance(pool, MHATokenToKVPool)
+        ):
             return CpuDecodeRunner(
                 self.model,
                 weight_format=config.cpu_weight_format,
                 req_to_token_pool=self.req_to_token_pool,
-                token_to_kv_pool=self.token_to_kv_pool,
+                token_to_kv_pool=pool,
             )
         if config.cpu_weight_format not in ("auto", "fp32"):
             raise ValueError(
@@ -281,17 +292,16 @@ class ModelRunner:
             self.kv_dtype,
         )
 
-    def _make_kv_pool(self) -> MHATokenToKVPool:
-        model = self.model_config
-        return MHATokenToKVPool(
-            self.max_total_num_tokens,
-            self.config.page_size,
-            self.kv_dtype,
-            model.get_num_kv_heads(self.tp.size),
-            model.head_dim,
-            model.num_hidden_layers,
-            self.device,
+    def _make_kv_pool(self) -> KVCache:
+        saver = self.config.memory_saver
+        shape = KVPoolShape(
+            num_tokens=self.max_total_num_tokens,
+            page_size=self.config.page_size,
+            dtype=self.kv_dtype,
+            tp_size=self.tp.size,
         )
+        allocate = saver.kv_allocator() if saver is not None else None
+        return make_kv_pool(self.model_config, shape, self.device, allocate)
 
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:

@@ -33,6 +33,10 @@ class ModelNames(Protocol):
         """Whether the model has a use for the name (or is known to ignore it)."""
         ...
 
+    def is_foreign(self, name: str) -> bool:
+        """Whether the name is known to be that of another model's tensor."""
+        ...
+
     def check(self, named: NamedTensors) -> None:
         """Raise WeightLoadError naming every tensor that does not fit. Writes nothing."""
         ...
@@ -60,6 +64,9 @@ class CheckpointNames:
         parts = [part for part, _ in self._model.split_weight(name, tensor)]
         return any(p in self._table or self._model.is_ignored_weight(p) for p in parts)
 
+    def is_foreign(self, name: str) -> bool:
+        return self._model.is_foreign_weight(name)
+
     def check(self, named: NamedTensors) -> None:
         self._model.check_weights(named, complete=False).raise_if_any("the update")
         for name, tensor in named:
@@ -85,6 +92,9 @@ class ParameterNames:
 
     def knows(self, name: str, tensor: torch.Tensor) -> bool:
         return name in self._parameters
+
+    def is_foreign(self, name: str) -> bool:
+        return False
 
     def check(self, named: NamedTensors) -> None:
         wrong = []
@@ -132,7 +142,12 @@ def assign(
                     mine.append((name, tensor))
                     claimed[index] = True
         parts.append(mine)
-    unexpected = [name for (name, _), taken in zip(named, claimed) if not taken]
+    # A draft that is not loaded is missed by nobody.
+    unexpected = [
+        name
+        for (name, _), taken in zip(named, claimed)
+        if not taken and not target.is_foreign(name)
+    ]
     # A draft is often sent all of a checkpoint and takes what it has.
     if unexpected and (selector != DRAFT or not any(parts)):
         raise WeightLoadError(f"unexpected tensors ({len(unexpected)}): {', '.join(unexpected)}")

@@ -22,6 +22,7 @@ import torch
 from sglang.srt.distributed.communication import all_reduce_min, barrier, broadcast_bytes
 from sglang.srt.distributed.parallel_state import TPGroup
 from sglang.srt.layers.weight_slot import iterate_weight_slots
+from sglang.srt.mem_cache.page_key import kv_namespace
 from sglang.srt.model_executor.decode_runner import DecodeRunner
 from sglang.srt.model_executor.weight_checker import WeightChecker
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts, WeightGroups
@@ -161,6 +162,30 @@ class WeightUpdater:
         """Whether an update failed after it had begun to write, and no complete one followed."""
         return any(role.outdated for role in self._roles)
 
+    def kv_fingerprint(self) -> str:
+        """Identity of what cached KV is a function of, beside the tokens: all models' weights."""
+        drafts = [role.runner.fingerprint.digest() for role in self._drafts]
+        return kv_namespace(self._target.runner.fingerprint.digest(), drafts)
+
+    def wait_for_all_ranks(self) -> None:
+        """Return when every rank is here. Collective."""
+        barrier(self._tp.cpu_group)
+
+    def agree(self, action: Callable[[], object]) -> str | None:
+        """Run `action` on every rank; None, or the error of the first that had one. Collective."""
+        return self._attempt(action)
+
+    def weights_lost(self, is_kept: Callable[[LanguageModel], bool]) -> None:
+        """The memory of the weights came back empty: all are mixed until sent anew. Collective.
+
+        `is_kept`: whether a model's own content was restored.
+        """
+        for role in self._roles:
+            if not is_kept(role.runner.model):
+                role.outdated = set(role.runner.model.weight_table())
+                self._files_are_current = False
+        self._refresh(None)
+
     # -- sessions and groups ----------------------------------------------------------------------
 
     def begin(self, selector: str = ALL) -> WeightUpdateResult:
@@ -265,6 +290,17 @@ class WeightUpdater:
             "Failed to update parameter online: {}",
             "Succeeded to update parameter online.",
         )
+
+    def discard_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str | torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        load_format: str | None = None,
+    ) -> None:
+        """Take what `update_from_distributed` would receive, and forget it. Collective."""
+        self._attempt(lambda: self._receive(names, dtypes, shapes, group_name, load_format))
 
     def update_from_disk(
         self, model_path: str, load_format: str | None = None

@@ -72,7 +72,9 @@ def load_weights_into(
     checkpoint = open_checkpoint(path, load_format)
     _check(model, checkpoint)
     show = show_progress and get_tp_group().rank == 0
-    return model.load_weights(checkpoint.tensors_with_progress(show))
+    return model.load_weights(
+        checkpoint.tensors_with_progress(show, lambda name: not model.is_foreign_weight(name))
+    )
 
 
 def fill_with_dummy_weights(model: LanguageModel, seed: int = 0) -> None:

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sglang.srt.layers.shard_digest import shard_sums
 from sglang.srt.layers.tensor_digest import DIGEST_BYTES, digest_tensors
+from sglang.srt.layers.weight_slot import iterate_weight_slots
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +39,31 @@ class _Entry:
         return hashlib.sha256(facts.encode() + self.digest).digest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlotSums:
+    """This rank's share of a checkpoint tensor's digest."""
+
+    facts: str  # dtype and whole shape
+    is_split: bool
+    sums: torch.Tensor  # int64 [2]
+
+
 class WeightsFingerprint:
     """Digest of one rank's parameters and persistent buffers, combined over the ranks.
+
+    Depends on how the ranks share the weights, unless it is `portable`: then it is that of the
+    checkpoint tensors in the model's dtype, the same for every number of ranks, and takes several
+    times longer.
 
     Tied tensors (several names of one storage) count once. Tables that follow from the
     configuration, such as the rotary ones, are not persistent and do not count.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, portable: bool = False) -> None:
         """`group`: the host group of the ranks that share the model; None for one rank."""
         self._group = group
+        self._portable = portable
+        self._sums: dict[str, _SlotSums] = {}  # by checkpoint name
         self._model: nn.Module | None = None
         self._entries: dict[str, _Entry] = {}
         self._name_of: dict[str, str] = {}  # every name -> the name that its storage counts under
@@ -104,7 +121,11 @@ class WeightsFingerprint:
         }
         self.num_bytes = sum(tensor.nbytes for tensor in wanted.values())
         self.seconds = time.perf_counter() - start
-        self._digest = self._combine()
+        if self._portable:
+            self._sum_slots(list(wanted.values()))
+            self._digest = self._combine_slots()
+        else:
+            self._digest = self._combine()
         logger.info(
             "weights fingerprint %s: read %d of %d tensors, %.3f GB in %.1f ms (%.1f GB/s)",
             self._digest,
@@ -126,6 +147,38 @@ class WeightsFingerprint:
             dist.all_gather(gathered, tensor, group=self._group)
             parts = [part.numpy().tobytes() for part in gathered]
         return hashlib.sha256(b"".join(parts)).hexdigest()[: 2 * DIGEST_BYTES]
+
+    def _sum_slots(self, changed: list[torch.Tensor]) -> None:
+        """Sum the checkpoint tensors whose place is in one of these parameters."""
+        assert self._model is not None
+        starts = {tensor.untyped_storage().data_ptr() for tensor in changed}
+        slots = dict(iterate_weight_slots(self._model))
+        self._sums = {name: sums for name, sums in self._sums.items() if name in slots}
+        for name, slot in slots.items():
+            target = slot.target
+            if target.is_meta:
+                continue
+            if name not in self._sums or target.untyped_storage().data_ptr() in starts:
+                self._sums[name] = _SlotSums(
+                    facts=f"{target.dtype}\0{tuple(slot.full_shape)}",
+                    is_split=slot.shard_dim is not None,
+                    sums=shard_sums(slot),
+                )
+
+    def _combine_slots(self) -> str:
+        """Digest of all checkpoint tensors; those that are split add up over the ranks."""
+        names = sorted(self._sums)
+        entries = [self._sums[name] for name in names]
+        sums = torch.stack([entry.sums for entry in entries]).cpu()  # [names, 2]
+        if self._group is not None:
+            is_split = torch.tensor([entry.is_split for entry in entries]).unsqueeze(1)
+            added = torch.where(is_split, sums, 0)
+            dist.all_reduce(added, group=self._group)
+            sums = torch.where(is_split, added, sums)
+        digest = hashlib.sha256()
+        for name, entry, row in zip(names, entries, sums.tolist()):
+            digest.update(f"{name}\0{entry.facts}\0{row[0]}\0{row[1]}\0".encode())
+        return digest.hexdigest()[: 2 * DIGEST_BYTES]
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

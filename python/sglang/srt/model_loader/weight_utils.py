@@ -11,7 +11,7 @@ import logging
 import pickle
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -36,6 +36,13 @@ class CheckpointError(ValueError):
     """The files are absent, unreadable, or of a format that is not supported."""
 
 
+IsWanted = Callable[[str], bool]
+
+
+def _every(name: str) -> bool:
+    return True
+
+
 class Checkpoint(ABC):
     """The tensors of one checkpoint under the names that its files give them."""
 
@@ -48,20 +55,23 @@ class Checkpoint(ABC):
         """Yield (name, tensor of that shape) where only the shape means anything."""
 
     @abstractmethod
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, CPU tensor). A tensor may be a view of the mapped file: copy, don't keep.
 
-        Raises CheckpointError where a file is truncated or corrupt.
+        Tensors whose name is not wanted are not read where the format allows it. Raises
+        CheckpointError where a file is truncated or corrupt.
         """
 
-    def tensors_with_progress(self, show: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors_with_progress(
+        self, show: bool, is_wanted: IsWanted = _every
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """`tensors()`, with a bar on stderr for checkpoints that take a while."""
         total = sum(path.stat().st_size for path in self.files)
         silent = not show or total < PROGRESS_MIN_BYTES
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="loading weights", disable=silent
         ) as bar:
-            for name, tensor in self.tensors():
+            for name, tensor in self.tensors(is_wanted):
                 yield name, tensor
                 bar.update(tensor.nbytes)
 
@@ -76,11 +86,12 @@ class SafetensorsCheckpoint(Checkpoint):
                     shape = file.get_slice(name).get_shape()
                     yield name, torch.empty(shape, device="meta")
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
             with _open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
+                    if is_wanted(name):
+                        yield name, file.get_tensor(name)
 
 
 class TorchCheckpoint(Checkpoint):
@@ -91,9 +102,9 @@ class TorchCheckpoint(Checkpoint):
             for name, tensor in self._read(path).items():
                 yield name, torch.empty(tensor.shape, device="meta")
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
-            yield from self._read(path).items()
+            yield from ((n, t) for n, t in self._read(path).items() if is_wanted(n))
 
     def _read(self, path: Path) -> dict[str, torch.Tensor]:
         try:
@@ -115,9 +126,9 @@ class GgufCheckpoint(Checkpoint):
             for name, shape in gguf_tensor_shapes(path).items():
                 yield name, torch.empty(shape, device="meta")
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
-            yield from iterate_gguf_weights(path)
+            yield from ((n, t) for n, t in iterate_gguf_weights(path) if is_wanted(n))
 
 
 def open_checkpoint(model_path: str, load_format: str = "auto") -> Checkpoint:

@@ -99,6 +99,10 @@ class LanguageModel(nn.Module):
         """
         yield name, tensor
 
+    def is_foreign_weight(self, name: str) -> bool:
+        """Whether a tensor, by its name in the files, is another model's: not to be read."""
+        return False
+
     def is_ignored_weight(self, name: str) -> bool:
         """Whether a checkpoint tensor is known to carry nothing for this model."""
         return name.endswith(_DERIVED_SUFFIXES)
@@ -183,6 +187,8 @@ class LanguageModel(nn.Module):
         self, weights: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
+            if self.is_foreign_weight(name):
+                continue
             for part_name, part in self.split_weight(name, tensor):
                 if not self.is_ignored_weight(part_name):
                     yield part_name, part

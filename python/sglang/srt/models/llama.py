@@ -151,7 +151,8 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, layer_class: type[LlamaDecoderLayer]) -> None:
+    def __init__(self, config: ModelConfig, layer_class: type[nn.Module]) -> None:
+        """`layer_class(config, layer_id, rotary)`: called as `LlamaDecoderLayer` is."""
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = create_rotary_embedding(config)
@@ -196,7 +197,7 @@ def _residual_stream(hidden_states: torch.Tensor, residual: torch.Tensor | None)
 class LlamaForCausalLM(LanguageModel):
     """The decoder with its output head. Families set `layer_class`."""
 
-    layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer
+    layer_class: type[nn.Module] = LlamaDecoderLayer
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

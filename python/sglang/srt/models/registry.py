@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang.srt.models import llama, llama_eagle, llama_eagle3, qwen2, qwen3, qwen3_moe
+from sglang.srt.models import (
+    deepseek_nextn,
+    deepseek_v2,
+    llama,
+    llama_eagle,
+    llama_eagle3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.eagle_draft import EagleDraftModel
 
-_MODULES = (llama, qwen2, qwen3, qwen3_moe)
-_DRAFT_MODULES = (llama_eagle, llama_eagle3)
+_MODULES = (deepseek_v2, llama, qwen2, qwen3, qwen3_moe)
+_DRAFT_MODULES = (deepseek_nextn, llama_eagle, llama_eagle3)
 
 MODEL_CLASSES: dict[str, type[LanguageModel]] = {
     model_class.__name__: model_class for module in _MODULES for model_class in module.ENTRY_CLASSES

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sglang.srt.platforms.regions import MemoryRegion
+
 
 class Event(Protocol):
     """A point in a stream's work."""
@@ -115,6 +117,10 @@ class Platform(ABC):
     @abstractmethod
     def empty_cache(self) -> None:
         """Give unused memory of the allocator back to the system."""
+
+    @abstractmethod
+    def reserve(self, num_bytes: int) -> MemoryRegion:
+        """Zeroed memory of its own that can be given back and taken again in place."""
 
     @abstractmethod
     def manual_seed(self, seed: int) -> None:

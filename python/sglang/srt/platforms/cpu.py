@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from sglang.srt.platforms.base import MemoryInfo, Platform
+from sglang.srt.platforms.regions import HostRegion
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -102,6 +103,9 @@ class CpuPlatform(Platform):
 
     def empty_cache(self) -> None:
         gc.collect()
+
+    def reserve(self, num_bytes: int) -> HostRegion:
+        return HostRegion(num_bytes)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

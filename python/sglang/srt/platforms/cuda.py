@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang.srt.platforms.base import MemoryInfo, Platform
+from sglang.srt.platforms.regions import DeviceRegion
 
 
 class CudaPlatform(Platform):
@@ -54,6 +55,9 @@ class CudaPlatform(Platform):
     def empty_cache(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
+
+    def reserve(self, num_bytes: int) -> DeviceRegion:
+        return DeviceRegion(num_bytes, self._device.index)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -176,14 +176,6 @@ class SamplingBatchInfo:
         """Whether the next step's logits depend on tokens that the host must have seen."""
         return self.has_penalties or self.has_grammar
 
-    @property
-    def host_dependent_rows(self) -> list[int]:
-        """Rows whose next logits depend on tokens that the host must have seen, rising."""
-        rows = {row for row, _ in self.grammars} | set(self.suppressed_key)
-        if self.penalties is not None:
-            rows |= set(self.penalties.rows)
-        return sorted(rows)
-
     def repeated(self, count: int) -> SamplingBatchInfo:
         """The wishes that no token changes, each row `count` times in a row."""
 

@@ -7,23 +7,20 @@ Three ways of sampling, all with the target's distribution p (after temperature,
 min-p) as outcome:
 
 * The target draws a token at every node, and drafts count as far as they equal the draws
-  (`draw_targets`, then `accept_chain` or `accept_tree`). Accepting a draft has the probability
-  that p gives it, the most that is possible for drafts that were not drawn themselves. A seeded
-  request gets the tokens that it would get without drafts, since a token's coin is that of its
-  position. This is the walk below with thresholds of 1, only cheaper.
+  (`verify_sampling.target_choices`, then `accept_chain` or `accept_tree`). Accepting a draft has
+  the probability that p gives it, the most that is possible for drafts that were not drawn
+  themselves. A seeded request gets the tokens that it would get without drafts, since a token's
+  coin is that of its position. This is the walk below with thresholds of 1, only cheaper.
 * `accept_by_thresholds`: walks the children with one coin a node. Thresholds below 1 accept more
   and are no longer exact.
 * `accept_by_rejection`: for chains whose drafts were drawn from a known q; accepts with
   probability min(1, p / q). Source: Leviathan et al., arXiv 2211.17192.
 
-All take `max_drafts` int64 [b]: accept no more drafts of a request than this, whatever they are; 0
-makes the step an ordinary decode step. The outcome's distribution does not change. None: no limit.
 A negative token is no draft: never accepted, and as if the tree ended above it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -63,46 +60,29 @@ def seeded_coins(
     return torch.where(is_seeded.unsqueeze(1), hash_uniform(salted.unsqueeze(1), positions), coins)
 
 
-def draw_targets(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """The target's own choice at each node: int64 [b, w]. probs float32 [b, w, V], coins [b, w].
-
-    Rows of `probs` are weights. A greedy request's choice is the argmax: overwrite its row.
-    """
-    return draw(probs.flatten(0, 1), coins.reshape(-1, 1)).view(coins.shape)
-
-
 # ------------------------------------------------------------------------------------------------
 # By equality with the target's choice
 # ------------------------------------------------------------------------------------------------
 
 
-def accept_chain(
-    token_ids: torch.Tensor, target_ids: torch.Tensor, max_drafts: torch.Tensor | None = None
-) -> AcceptResult:
+def accept_chain(token_ids: torch.Tensor, target_ids: torch.Tensor) -> AcceptResult:
     """Accept the drafts of chains up to the first that is not the target's choice.
 
     token_ids int64 [b, w]: root and drafts; target_ids int64 [b, w]: the choice after each.
     """
     is_right = token_ids[:, 1:] == target_ids[:, :-1]
     num_right = is_right.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    if max_drafts is not None:
-        num_right = torch.minimum(num_right, max_drafts)
     return _chain_result(token_ids, num_right, target_ids.gather(1, num_right.unsqueeze(1)))
 
 
-def accept_tree(
-    tree: DraftTree,
-    target_ids: torch.Tensor,
-    max_accept_len: int,
-    max_drafts: torch.Tensor | None = None,
-) -> AcceptResult:
+def accept_tree(tree: DraftTree, target_ids: torch.Tensor, max_accept_len: int) -> AcceptResult:
     """From the root on, step to the child that is the target's choice, as long as there is one.
 
     target_ids int64 [b, w]: the choice after each node. `max_accept_len` (d): more than any depth.
     """
     above = tree.parents.clamp(min=0)
     is_right = tree.token_ids == target_ids.gather(1, above)  # [b, w]
-    walk = _Walk(tree, max_drafts)
+    walk = _Walk(tree)
     for _ in range(max_accept_len - 1):
         walk.step(first_true(walk.is_child() & is_right))
     return walk.result(target_ids.gather(1, walk.node))
@@ -120,7 +100,6 @@ def accept_by_thresholds(
     final_coins: torch.Tensor,
     threshold_single: float,
     threshold_acc: float,
-    max_drafts: torch.Tensor | None = None,
 ) -> AcceptResult:
     """Walk down: the first child accepted whose accumulated probability exceeds the node's coin.
 
@@ -136,14 +115,14 @@ def accept_by_thresholds(
     own = probs[batch.unsqueeze(1), above, tree.token_ids.clamp(min=0)]  # of each node's token
     # The same token twice below a node has its probability once.
     own = own.masked_fill(_repeats_sibling(tree) | (tree.token_ids < 0), 0.0)
-    walk = _Walk(tree, max_drafts)
+    walk = _Walk(tree)
     for depth in range(coins.shape[1]):
         is_child = walk.is_child() & (own > 0)
         mass = own.masked_fill(~is_child, 0.0).cumsum(dim=1)
         is_in = (coins[:, depth : depth + 1] < mass / threshold_acc) | (own >= threshold_single)
         walk.step(first_true(is_child & is_in))
     last = probs[batch, walk.node.squeeze(1)]  # [b, V]
-    is_rejected = (tree.parents == walk.node) & (tree.token_ids >= 0) & ~walk.is_at_limit()
+    is_rejected = (tree.parents == walk.node) & (tree.token_ids >= 0)
     rejected = torch.where(is_rejected, tree.token_ids, last.shape[1])
     # One column more, for what is no child.
     left = torch.cat([last, last[:, :1]], dim=1).scatter_(1, rejected, 0.0)[:, :-1]
@@ -157,7 +136,6 @@ def accept_by_rejection(
     draft_probs: torch.Tensor,
     coins: torch.Tensor,
     final_coins: torch.Tensor,
-    max_drafts: torch.Tensor | None = None,
 ) -> AcceptResult:
     """Accept the drafts of chains with probability min(1, p / q) each, up to the first rejected.
 
@@ -172,8 +150,6 @@ def accept_by_rejection(
     q = draft_probs.gather(2, drafts).squeeze(2)
     num_drafts = draft_probs.shape[1]
     limit = (token_ids[:, 1:] >= 0).to(torch.int64).cumprod(dim=1).sum(dim=1)
-    if max_drafts is not None:
-        limit = torch.minimum(limit, max_drafts)
     num_right = (coins * q < p).to(torch.int64).cumprod(dim=1).sum(dim=1)
     num_right = torch.minimum(num_right, limit)
     batch = torch.arange(token_ids.shape[0], device=token_ids.device)
@@ -186,25 +162,15 @@ def accept_by_rejection(
     return _chain_result(token_ids, num_right, _draw_left(left, last, final_coin))
 
 
-def limit_to_root(
-    accept: AcceptResult, rows: Sequence[int], root_choices: torch.Tensor
+def accept_simulated(
+    token_ids: torch.Tensor, target_ids: torch.Tensor, num_drafts: torch.Tensor, max_accept_len: int
 ) -> AcceptResult:
-    """Accept no draft in these rows: their one new token is the target's choice at the root.
+    """Accept the first so many nodes, right or wrong: for measurements of a step's cost.
 
-    root_choices int64 [b, 1].
+    token_ids, target_ids int64 [b, w]; num_drafts int64 [b], below `max_accept_len` (d).
     """
-    device = root_choices.device
-    index = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
-    is_limited = torch.zeros_like(root_choices, dtype=torch.bool).index_fill_(0, index, True)
-    d = accept.output_ids.shape[1]
-    behind = torch.arange(d, device=device) > 0
-    ids = root_choices.masked_fill(behind, 0)
-    return AcceptResult(
-        accept_index=accept.accept_index.masked_fill(is_limited & behind, NO_NODE),
-        accept_lens=accept.accept_lens.masked_fill(is_limited.squeeze(1), 1),
-        output_ids=torch.where(is_limited, ids, accept.output_ids),
-        bonus_ids=torch.where(is_limited, root_choices, accept.bonus_ids.unsqueeze(1)).squeeze(1),
-    )
+    bonus_ids = target_ids.gather(1, num_drafts.unsqueeze(1))
+    return _chain_result(token_ids[:, :max_accept_len], num_drafts, bonus_ids)
 
 
 def to_target_vocab(
@@ -221,25 +187,17 @@ def to_target_vocab(
 class _Walk:
     """A path down from each root. A request stays at its node once it finds no child."""
 
-    def __init__(self, tree: DraftTree, max_drafts: torch.Tensor | None) -> None:
+    def __init__(self, tree: DraftTree) -> None:
         batch_size = tree.parents.shape[0]
         device = tree.parents.device
         self._tree = tree
-        self._limit = None if max_drafts is None else max_drafts.unsqueeze(1)
         self.node = torch.zeros((batch_size, 1), dtype=torch.int64, device=device)
         self._is_over = torch.zeros((batch_size, 1), dtype=torch.bool, device=device)
         self._path = [self.node]  # NO_NODE after the end
 
     def is_child(self) -> torch.Tensor:
         """bool [b, w]: children of the last node; none once the walk is over."""
-        is_child = (self._tree.parents == self.node) & ~self._is_over
-        return is_child if self._limit is None else is_child & ~self.is_at_limit()
-
-    def is_at_limit(self) -> torch.Tensor:
-        """bool [b, 1]: as many drafts are accepted as may be."""
-        if self._limit is None:
-            return torch.zeros_like(self._is_over)
-        return self.length() > self._limit
+        return (self._tree.parents == self.node) & ~self._is_over
 
     def step(self, child: torch.Tensor) -> None:
         """Go to `child` int64 [b]; NO_NODE ends the walk for good."""

@@ -9,22 +9,25 @@ and yields 1 to d tokens a request. The scheduler has taken slots behind the com
 request (`step_shape`); which of them hold accepted tokens is known on the device at once and on
 the host when the step's result is read. Scheduler thread only; collective over the TP ranks.
 
-Requests whose logits depend on tokens that the host must have seen (penalties, grammar, suppressed
-end tokens) take one token a step: the first logits of the verification are exactly those of a
-plain step, and none of their drafts is accepted.
+Sampling wishes count at every drafted node as they would in a plain step behind it
+(`verify_sampling`). Masks of a grammar are made on the host, for which the step reads the drafts
+back, while the target runs.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from sglang.srt.layers.dispatch import argmax
+from sglang.srt.environ import envs
+from sglang.srt.layers.dispatch import checked_argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import adjust_logits, fill_logprobs, nan_rows, sampling_probs
+from sglang.srt.layers.sampler import fill_logprobs, nan_rows
 from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
 from sglang.srt.managers.tp_worker import GenerationBatchResult, LayerLoadCounter, TpModelWorker
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -42,16 +45,31 @@ from sglang.srt.speculative.acceptance import (
     accept_by_rejection,
     accept_by_thresholds,
     accept_chain,
+    accept_simulated,
     accept_tree,
-    draw_targets,
-    limit_to_root,
 )
 from sglang.srt.speculative.coins import Coins
 from sglang.srt.speculative.draft_runner import Drafted, DraftedRows
-from sglang.srt.speculative.eagle_info import AcceptResult, Compaction, DraftTree, EagleExtendInput
-from sglang.srt.speculative.eagle_utils import compact, extend_after_verify, tree_positions
+from sglang.srt.speculative.eagle_info import AcceptResult, DraftTree, EagleExtendInput
+from sglang.srt.speculative.eagle_utils import (
+    compact,
+    extend_after_verify,
+    root_tree,
+    tree_positions,
+)
+from sglang.srt.speculative.spec_graph_runner import GraphKind, SpecGraphRunner
 from sglang.srt.speculative.spec_info import DraftShape
-from sglang.srt.speculative.tree_attention import TreeAttention, window_mask
+from sglang.srt.speculative.spec_step import TargetPass, Verified
+from sglang.srt.speculative.tree_attention import TreeAttention
+from sglang.srt.speculative.verify_sampling import (
+    VerifySampling,
+    adjust_verify_logits,
+    fill_tree_masks,
+    target_choices,
+    target_probs,
+)
+
+logger = logging.getLogger(__name__)
 
 # No token: what a draft that must not be accepted is compared as.
 _NO_TOKEN = -1
@@ -71,15 +89,6 @@ class AcceptanceRule:
         return self.threshold_single >= 1.0 and self.threshold_acc >= 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """The target's answer to drafted trees."""
-
-    output: LogitsProcessorOutput  # logits float32 [b * w, V], adjusted
-    accept: AcceptResult
-    compaction: Compaction
-
-
 class BaseSpecWorker(ABC):
     """A `BatchWorker` whose decode steps verify drafts; see the module docstring."""
 
@@ -90,12 +99,20 @@ class BaseSpecWorker(ABC):
         self.shape = shape
         self.rule = rule
         self.device = target_worker.device
-        rows = target_worker.model_runner.req_to_token_pool.size
+        rows = target_worker.model_runner.req_to_token_pool.num_rows
         # int64 by row: tokens whose KV is there.
         self.committed_lens = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._generator = torch.Generator()
         self._generator.manual_seed((torch.initial_seed() + 1) % 2**63)
-        self._repeated: tuple[SamplingBatchInfo, SamplingBatchInfo] | None = None
+        self._sampling: VerifySampling | None = None
+        self.graphs: SpecGraphRunner | None = None  # by `capture_graphs`
+        self._simulated_len = envs.SGLANG_SIMULATE_ACC_LEN.get()
+        if self._simulated_len is not None:
+            logger.warning(
+                "SGLANG_SIMULATE_ACC_LEN=%s: drafts are accepted BLINDLY, OUTPUT IS GARBAGE. "
+                "For measurements only.",
+                self._simulated_len,
+            )
 
     # -- BatchWorker ------------------------------------------------------------------------------
 
@@ -159,7 +176,7 @@ class BaseSpecWorker(ABC):
 
     @abstractmethod
     def _catch_up(self, drafted: DraftedRows, path: EagleExtendInput, verified: Verified) -> None:
-        """Take note of what was accepted."""
+        """Take note of what was accepted, on the device alone."""
 
     @property
     def feature_mode(self) -> CaptureHiddenMode:
@@ -201,64 +218,180 @@ class BaseSpecWorker(ABC):
     # -- decode ---------------------------------------------------------------------------------
 
     def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        info = self._info(batch)
+        steps_aside = self.steps_aside(len(batch))
+        if self.graphs is not None and self.graphs.can_run(len(batch)):
+            if not steps_aside:
+                return self._decode_captured(batch, info, self.graphs)
+            if self._wants_argmax_only(batch, info):
+                return self._packed_result(self.graphs.run_aside(batch.req_pool_indices))
         drafted = self._drafted_rows(batch)
-        info = batch.sampling_info
-        if info is None:
-            raise RuntimeError("the batch has no sampling info")
         coins = None if info.is_all_greedy else Coins(self._generator, info)
         drawn_coins = coins if self.rule.use_rejection_sampling else None
-        proposal = self._propose(batch, drafted, drawn_coins)
-        verified = self._verify(batch, drafted, proposal, coins)
-        accept = verified.accept
-        path = extend_after_verify(
-            accept, verified.compaction, verified.output.hidden_states, drafted.committed_lens
-        )
-        self._catch_up(drafted, path, verified)
-        self.target_worker.last_token_ids[drafted.rows] = accept.bonus_ids
-        self.committed_lens[drafted.rows] = path.committed_lens
+        if steps_aside:
+            proposal = Drafted(tree=root_tree(drafted.root_ids))
+        else:
+            proposal = self._propose(batch, drafted, drawn_coins)
+        host_tree = _HostTree(proposal.tree) if info.grammars else None
+        passed = self.run_target(drafted, proposal.tree)
+        verified = self._judge(batch, drafted, proposal, coins, passed, host_tree)
+        self.commit(drafted, verified)
         return self._result(batch, verified)
+
+    def _decode_captured(
+        self, batch: ScheduleBatch, info: SamplingBatchInfo, graphs: SpecGraphRunner
+    ) -> GenerationBatchResult:
+        """The same by graphs: one where only the argmax counts, else with acceptance between."""
+        rows = batch.req_pool_indices
+        wants_argmax_only = self._wants_argmax_only(batch, info)
+        if self.captures_draft and wants_argmax_only:
+            simulated = self._simulated_on_host(len(rows))
+            return self._packed_result(graphs.run_whole(rows, simulated_drafts=simulated))
+        coins = None if info.is_all_greedy else Coins(self._generator, info)
+        drawn_coins = coins if self.rule.use_rejection_sampling else None
+        if self.captures_draft and drawn_coins is None:
+            front = graphs.run_front(rows)
+            drafted, proposal, passed = front.drafted, Drafted(tree=front.tree), front.passed
+            host_tree = _HostTree(proposal.tree) if info.grammars else None
+        else:
+            drafted = self._drafted_rows(batch)
+            proposal = self._propose(batch, drafted, drawn_coins)
+            if wants_argmax_only:
+                simulated = self._simulated_on_host(len(rows))
+                return self._packed_result(graphs.run_whole(rows, proposal.tree, simulated))
+            host_tree = _HostTree(proposal.tree) if info.grammars else None
+            passed = graphs.run_target(rows, proposal.tree)
+        verified = self._judge(batch, drafted, proposal, coins, passed, host_tree)
+        graphs.run_commit(verified.accept)
+        return self._result(batch, verified)
+
+    @staticmethod
+    def _wants_argmax_only(batch: ScheduleBatch, info: SamplingBatchInfo) -> bool:
+        """Whether logits count as they are, and nothing of them is reported."""
+        is_adjusted = info.logit_bias is not None or info.penalties is not None
+        is_limited = bool(info.grammars or info.min_new_tokens)
+        is_reported = batch.traits.wants_logprobs or batch.traits.wants_hidden_states
+        return info.is_all_greedy and not (is_adjusted or is_limited or is_reported)
 
     def _drafted_rows(self, batch: ScheduleBatch) -> DraftedRows:
         rows = current_platform().to_device_async(torch.from_numpy(batch.req_pool_indices.copy()))
+        return self.drafted_at(rows, (batch.seq_lens - self.step_shape.max_tokens).tolist())
+
+    # -- the parts of a step: see `SpecStep` ----------------------------------------------------
+
+    @property
+    def captures_draft(self) -> bool:
+        """Whether there is a `draft` that runs on the device alone."""
+        return False
+
+    def steps_aside(self, num_reqs: int) -> bool:
+        """Whether a step of so many requests drafts nothing, and takes one token of each."""
+        return False
+
+    def capture_graphs(self, batch_sizes: list[int], *, pad: bool, show_progress: bool) -> None:
+        """Capture decode steps of these sizes, rising. Collective over the TP ranks."""
+        pool = self.target_runner.req_to_token_pool
+        self.graphs = SpecGraphRunner(
+            self,
+            kinds_of=self._graph_kinds,
+            drafts=self.captures_draft,
+            device=self.device,
+            padding_row=pool.padding_row,
+            batch_sizes=batch_sizes,
+            pad=pad,
+            simulates=self._simulated_len is not None,
+            show_progress=show_progress,
+        )
+
+    def _graph_kinds(self, num_reqs: int) -> frozenset[GraphKind]:
+        """The graphs that steps of so many requests may need."""
+        if self.steps_aside(num_reqs):
+            return frozenset({GraphKind.ASIDE})
+        kinds = {GraphKind.WHOLE, GraphKind.COMMIT}
+        if self.captures_draft:
+            kinds.add(GraphKind.FRONT)
+        if not self.captures_draft or self.rule.use_rejection_sampling:
+            kinds.add(GraphKind.TARGET)  # drafts are made outside
+        return frozenset(kinds)
+
+    def drafted_at(self, rows: torch.Tensor, bounds: list[int] | None = None) -> DraftedRows:
+        """See `SpecStep`."""
         committed = self.committed_lens[rows]
         if self.device.type == "cpu":
             bounds = committed.tolist()
-        else:
-            bounds = (batch.seq_lens - self.step_shape.max_tokens).tolist()
         return DraftedRows(
             rows=rows,
             root_ids=self.target_worker.last_token_ids[rows],
             committed_lens=committed,
-            bounds=bounds,
+            bounds=bounds or [0] * rows.shape[0],
         )
 
-    def _verify(
+    def draft(self, drafted: DraftedRows) -> DraftTree:
+        """See `SpecStep`. Raises NotImplementedError without `captures_draft`."""
+        raise NotImplementedError
+
+    def run_target(self, drafted: DraftedRows, tree: DraftTree) -> TargetPass:
+        """See `SpecStep`."""
+        forward_batch = self._verify_batch(drafted, tree)
+        output = self.target_runner.forward(forward_batch)
+        return TargetPass(output=output, slots=forward_batch.out_cache_loc)
+
+    def accept_argmax(
+        self, tree: DraftTree, passed: TargetPass, simulated_drafts: torch.Tensor | None
+    ) -> tuple[Verified, torch.Tensor]:
+        """See `SpecStep`."""
+        best, is_unusable = checked_argmax(passed.output.next_token_logits)
+        accept = self._accept_equal(tree, best.view(tree.token_ids.shape), simulated_drafts)
+        compaction = compact(accept, passed.slots, tree.token_ids.shape[1])
+        verified = Verified(output=passed.output, accept=accept, compaction=compaction)
+        return verified, is_unusable
+
+    def commit(self, drafted: DraftedRows, verified: Verified) -> None:
+        """See `SpecStep`."""
+        accept, compaction = verified.accept, verified.compaction
+        if not self.shape.is_chain:
+            pool = self.target_runner.token_to_kv_pool
+            pool.move(compaction.from_slots, compaction.to_slots)
+        path = extend_after_verify(
+            accept, compaction, verified.output.hidden_states, drafted.committed_lens
+        )
+        self._catch_up(drafted, path, verified)
+        self.target_worker.last_token_ids[drafted.rows] = accept.bonus_ids
+        self.committed_lens[drafted.rows] = path.committed_lens
+
+    def reset_row(self, row: int) -> None:
+        """See `SpecStep`."""
+        self.committed_lens[row].zero_()
+
+    # -- verification ---------------------------------------------------------------------------
+
+    def _judge(
         self,
         batch: ScheduleBatch,
         drafted: DraftedRows,
         proposal: Drafted,
         coins: Coins | None,
+        passed: TargetPass,
+        host_tree: _HostTree | None,
     ) -> Verified:
-        tree, runner = proposal.tree, self.target_runner
-        forward_batch = self._verify_batch(drafted, tree)
-        output = runner.forward(forward_batch)
-        self._adjust(self._info(batch), output.next_token_logits)
-        accept = self._accept(batch, output.next_token_logits, drafted, proposal, coins)
-        slots = forward_batch.out_cache_loc
-        compaction = compact(accept, slots, self.shape.num_draft_tokens)
-        if not self.shape.is_chain:
-            runner.token_to_kv_pool.move(compaction.from_slots, compaction.to_slots)
-        return Verified(output=output, accept=accept, compaction=compaction)
+        """From the target's logits to what is accepted. `host_tree`: where there are grammars."""
+        sampling = self._verify_sampling(batch, proposal.tree.token_ids.shape[1])
+        masks = None if host_tree is None else host_tree.fill_masks(batch, sampling)
+        logits = passed.output.next_token_logits
+        adjust_verify_logits(logits, sampling, proposal.tree, drafted.committed_lens, masks)
+        accept = self._accept(sampling, logits, drafted, proposal, coins)
+        compaction = compact(accept, passed.slots, proposal.tree.token_ids.shape[1])
+        return Verified(output=passed.output, accept=accept, compaction=compaction)
 
     def _verify_batch(self, drafted: DraftedRows, tree: DraftTree) -> ForwardBatch:
-        runner, w = self.target_runner, self.shape.num_draft_tokens
-        b = drafted.rows.shape[0]
+        runner = self.target_runner
+        b, w = tree.token_ids.shape
         table = runner.req_to_token_pool.req_to_token
         columns = drafted.committed_lens.unsqueeze(1) + torch.arange(w, device=self.device)
         seq_lens = drafted.committed_lens + w
         mask = None
         if not self.shape.is_chain:
-            mask = window_mask(tree.is_ancestor, seq_lens, sum(drafted.bounds) + b * w)
+            mask = tree.is_ancestor
         positions = tree_positions(tree, drafted.committed_lens)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -279,104 +412,81 @@ class BaseSpecWorker(ABC):
             spec_info=TreeAttention(tokens_per_req=w, custom_mask=mask),
         )
 
-    def _adjust(self, info: SamplingBatchInfo, logits: torch.Tensor) -> None:
-        """Apply wishes to logits [b * w, V] in place.
-
-        Bias counts at every node. What depends on generated tokens is right at the root only, and
-        applied there only: see `limit_to_root`.
-        """
-        if info.logit_bias is not None:
-            adjust_logits(logits, self._repeated_info(info))
-        if info.host_dependent_rows:
-            roots = logits.view(info.batch_size, -1, logits.shape[1])[:, 0]
-            adjust_logits(roots, replace(info, logit_bias=None))
-
     @staticmethod
     def _info(batch: ScheduleBatch) -> SamplingBatchInfo:
         if batch.sampling_info is None:
             raise RuntimeError("the batch has no sampling info")
         return batch.sampling_info
 
-    def _repeated_info(self, info: SamplingBatchInfo) -> SamplingBatchInfo:
-        """The static wishes of each request for all its nodes; kept as long as `info` is."""
-        if self._repeated is None or self._repeated[0] is not info:
-            self._repeated = (info, info.repeated(self.shape.num_draft_tokens))
-        return self._repeated[1]
+    def _verify_sampling(self, batch: ScheduleBatch, num_nodes: int) -> VerifySampling:
+        """The wishes of `batch` for all its nodes; kept as long as its composition is."""
+        info, kept = self._info(batch), self._sampling
+        if kept is None or kept.base is not info or kept.num_draft_tokens != num_nodes:
+            prompt_lens = [len(req.origin_input_ids) for req in batch.reqs]
+            self._sampling = kept = VerifySampling.create(info, num_nodes, prompt_lens)
+        return kept
 
     # -- acceptance -----------------------------------------------------------------------------
 
     def _accept(
         self,
-        batch: ScheduleBatch,
+        sampling: VerifySampling,
         logits: torch.Tensor,
         drafted: DraftedRows,
         proposal: Drafted,
         coins: Coins | None,
     ) -> AcceptResult:
-        info, tree = self._info(batch), proposal.tree
-        best = argmax(logits).view(tree.token_ids.shape)
-        if coins is None:
-            accept, at_root = self._accept_equal(tree, best), best[:, :1]
-        else:
-            probs = self._target_probs(info, logits, best)
-            accept = self._accept_by_chance(drafted, proposal, probs, coins)
-            at_root = best[:, :1]
-            if info.host_dependent_rows:
-                # A coin of its own use: that of acceptance has decided nothing in these rows.
-                coin = coins.at(drafted.committed_lens + 1, CoinUse.TARGET)
-                at_root = draw_targets(probs[:, :1], coin)
-        limited = info.host_dependent_rows
-        return limit_to_root(accept, limited, at_root) if limited else accept
-
-    def _accept_by_chance(
-        self,
-        drafted: DraftedRows,
-        proposal: Drafted,
-        probs: torch.Tensor,
-        coins: Coins,
-    ) -> AcceptResult:
-        """probs float32 [b, w, V]: the target's, rows sum to 1."""
-        tree, d = proposal.tree, self.shape.max_accept_len
-        after = drafted.committed_lens.unsqueeze(1) + 1  # place of the token behind the root
+        """logits float32 [b * w, V]: the target's, adjusted."""
+        tree = proposal.tree
+        d = min(self.shape.max_accept_len, tree.token_ids.shape[1])
+        # Place in its sequence of the token behind the root.
+        after = drafted.committed_lens.unsqueeze(1) + 1
+        if coins is None or (self.rule.is_exact_draw and proposal.draft_probs is None):
+            use = CoinUse.TARGET
+            at_nodes = None if coins is None else coins.at(after + tree.depths, use)
+            choices = target_choices(logits, sampling, at_nodes)
+            return self._accept_equal(tree, choices, self._simulated_drafts(len(after), d))
+        probs = target_probs(logits, sampling)
         places = after + torch.arange(d, device=self.device)
+        accept_coins = coins.at(places[:, :-1], CoinUse.ACCEPT)
+        final_coins = coins.at(places, CoinUse.TARGET)
         if proposal.draft_probs is not None:
             return accept_by_rejection(
-                tree.token_ids,
-                probs,
-                proposal.draft_probs,
-                coins.at(places[:, :-1], CoinUse.ACCEPT),
-                coins.at(places, CoinUse.TARGET),
+                tree.token_ids, probs, proposal.draft_probs, accept_coins, final_coins
             )
-        if self.rule.is_exact_draw:
-            choices = draw_targets(probs, coins.at(after + tree.depths, CoinUse.TARGET))
-            return self._accept_equal(tree, choices)
         return accept_by_thresholds(
             tree,
             probs,
-            coins.at(places[:, :-1], CoinUse.ACCEPT),
-            coins.at(places, CoinUse.TARGET),
+            accept_coins,
+            final_coins,
             self.rule.threshold_single,
             self.rule.threshold_acc,
         )
 
-    def _accept_equal(self, tree: DraftTree, choices: torch.Tensor) -> AcceptResult:
-        if self.shape.is_chain:
+    def _accept_equal(
+        self, tree: DraftTree, choices: torch.Tensor, simulated_drafts: torch.Tensor | None
+    ) -> AcceptResult:
+        """choices int64 [b, w]: the target's, which drafts must equal."""
+        d = self.shape.max_accept_len
+        is_root_only = tree.token_ids.shape[1] == 1
+        if simulated_drafts is not None and not is_root_only:
+            return accept_simulated(tree.token_ids, choices, simulated_drafts, d)
+        if self.shape.is_chain or is_root_only:
             return accept_chain(tree.token_ids, choices)
-        return accept_tree(tree, choices, self.shape.max_accept_len)
+        return accept_tree(tree, choices, d)
 
-    def _target_probs(
-        self, info: SamplingBatchInfo, logits: torch.Tensor, best: torch.Tensor
-    ) -> torch.Tensor:
-        """float32 [b, w, V], rows sum to 1: one-hot for greedy requests."""
-        b, w = best.shape
-        repeated = self._repeated_info(info)
-        drawn = sampling_probs(logits, repeated)
-        drawn = drawn / drawn.sum(dim=-1, keepdim=True)
-        if len(info.sampled_rows) == b:
-            return drawn.view(b, w, -1)
-        probs = torch.zeros_like(logits).scatter_(1, best.view(-1, 1), 1.0)
-        probs[repeated.sampled_index] = drawn
-        return probs.view(b, w, -1)
+    def _simulated_drafts(self, num_reqs: int, max_accept_len: int) -> torch.Tensor | None:
+        drafts = None if max_accept_len == 1 else self._simulated_on_host(num_reqs)
+        return None if drafts is None else current_platform().to_device_async(drafts)
+
+    def _simulated_on_host(self, num_reqs: int) -> torch.Tensor | None:
+        """int64 [b]: numbers of drafts, such that the mean accept length is the one asked for."""
+        if self._simulated_len is None:
+            return None
+        wanted = min(max(self._simulated_len, 1.0), float(self.shape.max_accept_len))
+        drawn = torch.rand(num_reqs, generator=self._generator)
+        drafts = (drawn + (wanted - 1.0)).floor().to(torch.int64)
+        return drafts.clamp_(max=self.shape.max_accept_len - 1)
 
     # -- result ---------------------------------------------------------------------------------
 
@@ -403,9 +513,41 @@ class BaseSpecWorker(ABC):
         result.start_copy()
         return result
 
+    def _packed_result(self, packed: torch.Tensor) -> GenerationBatchResult:
+        """packed int64 [b, d + 2]: see `SpecGraphRunner.run_whole`. One copy to the host."""
+        on_host = current_platform().to_host_async(packed)
+        d = packed.shape[1] - 2
+        result = GenerationBatchResult(
+            next_token_ids=on_host[:, :d],
+            accept_lens=on_host[:, d],
+            nan_rows=on_host[:, d + 1],
+            logits_output=LogitsProcessorOutput(next_token_logits=packed[:, :0].float()),
+        )
+        result.start_copy()
+        return result
+
     @staticmethod
     def _nan_rows(verified: Verified) -> torch.Tensor:
         """bool [b]: requests with NaN on their accepted path, which ends them."""
         is_nan = nan_rows(verified.output.next_token_logits)
         on_path = is_nan[verified.compaction.rows]
         return on_path.any(dim=1)
+
+
+class _HostTree:
+    """A drafted tree on its way to the host, where grammars are."""
+
+    def __init__(self, tree: DraftTree) -> None:
+        platform = current_platform()
+        self._token_ids = platform.to_host_async(tree.token_ids)
+        self._parents = platform.to_host_async(tree.parents.contiguous())
+        self._arrived = platform.event()
+        self._arrived.record()
+
+    def fill_masks(self, batch: ScheduleBatch, sampling: VerifySampling) -> np.ndarray | None:
+        """See `fill_tree_masks`. The host has seen every token up to the roots."""
+        self._arrived.synchronize()
+        num_generated = [len(req.output_ids) for req in batch.reqs]
+        return fill_tree_masks(
+            sampling.base, self._token_ids.tolist(), self._parents.tolist(), num_generated
+        )

@@ -205,12 +205,7 @@ class Drafting(ABC):
             attention = None
             if k > 1:
                 paths = extend_paths(paths, frontier)
-                num_behind = first_slot + step * k
-                attention = branch_attention(
-                    paths,
-                    drafted.committed_lens + num_behind,
-                    sum(drafted.bounds) + b * num_behind,
-                )
+                attention = branch_attention(paths)
             output = self.model_runner.forward(
                 self._step_batch(
                     drafted,
@@ -286,7 +281,7 @@ class EagleDrafting(Drafting):
     ) -> None:
         """`draws`: drafts will be drawn from the draft's distributions."""
         super().__init__(runner, shape, max_position)
-        rows, k = runner.req_to_token_pool.size, shape.topk
+        rows, k = runner.req_to_token_pool.num_rows, shape.topk
         # The outcome of the last catching up, by row of the request table.
         self._probs = torch.zeros((rows, k), dtype=torch.float32, device=self.device)
         self._ids = torch.zeros((rows, k), dtype=torch.int64, device=self.device)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput
 
 # Parent of a root, absent child or sibling, unused entry of a fixed-shape list of nodes.
@@ -50,46 +49,6 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeLinks:
-    """A tree as the linked lists that acceptance kernels walk. Children in order of their index."""
-
-    retrieve_index: torch.Tensor  # int64 [b, w]: row of the node among all b * w verified tokens
-    retrieve_next_token: torch.Tensor  # int64 [b, w]: first child, or NO_NODE
-    retrieve_next_sibling: torch.Tensor  # int64 [b, w]: next child of the same parent, or NO_NODE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleDraftInput(SpecInput):
-    """Where drafting starts: the outcome of the draft model's last extend, one row a request."""
-
-    topk_probs: torch.Tensor  # float32 [b, k]: of the first drafted token
-    topk_ids: torch.Tensor  # int64 [b, k]: in the target's vocabulary
-    hidden_states: torch.Tensor | None  # [b, H]; None for drafts that read no hidden states
-    root_ids: torch.Tensor  # int64 [b]: the last known token, not yet run through the target
-    committed_lens: torch.Tensor  # int64 [b]: tokens before it, which is also its position
-    # Rejection sampling only: what the first drafted token was drawn from, target vocabulary.
-    draft_probs: torch.Tensor | None = None  # float32 [b, V]
-    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.LAST
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleVerifyInput(SpecInput):
-    """What the target verifies in one forward pass; `tokens_per_req` is w."""
-
-    draft_token_ids: torch.Tensor  # int64 [b * w], request after request, in node order
-    positions: torch.Tensor  # int64 [b * w]: committed length + depth
-    committed_lens: torch.Tensor  # int64 [b]: tokens before the root
-    tree: DraftTree
-    links: TreeLinks | None  # None for a chain, where they say nothing
-    max_accept_len: int  # d
-    # Flat, as in `layers.attention.base.TreeMaskInput`; None: causal, which a chain is.
-    custom_mask: torch.Tensor | None
-    # Rejection sampling only: what each draft was drawn from, in the target's vocabulary.
-    draft_probs: torch.Tensor | None = None  # float32 [b, w - 1, V]
-    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.FULL
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptResult:
     """What the target agreed to, at least one token a request.
 
@@ -115,7 +74,6 @@ class Compaction:
     rows: torch.Tensor  # int64 [b, d]: rows, of b * w, of the path root..last accepted node
     from_slots: torch.Tensor  # int64 [b, d]: KV to be copied ...
     to_slots: torch.Tensor  # int64 [b, d]: ... to here; read all, then write
-    is_kept: torch.Tensor  # bool [b, w]: slots that hold KV afterwards; the others are free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,4 +89,3 @@ class EagleExtendInput(SpecInput):
     positions: torch.Tensor  # int64 [n]: the target's
     last_rows: torch.Tensor  # int64 [b]: the row of each request that drafting goes on from
     committed_lens: torch.Tensor  # int64 [b]: known tokens whose KV the target has, afterwards
-    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.LAST

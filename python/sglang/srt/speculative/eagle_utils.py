@@ -21,7 +21,6 @@ from sglang.srt.speculative.eagle_info import (
     DraftFrontier,
     DraftTree,
     EagleExtendInput,
-    TreeLinks,
 )
 
 # ------------------------------------------------------------------------------------------------
@@ -148,6 +147,11 @@ def tree_from_parents(
     )
 
 
+def root_tree(root_ids: torch.Tensor) -> DraftTree:
+    """Trees without drafts: their verification is a plain decode step. root_ids int64 [b]."""
+    return chain_tree(root_ids.unsqueeze(1))
+
+
 def chain_tree(token_ids: torch.Tensor) -> DraftTree:
     """The tree of chains int64 [b, w]: node i hangs on node i - 1. Costs no kernel per request."""
     batch_size, w = token_ids.shape
@@ -160,44 +164,9 @@ def chain_tree(token_ids: torch.Tensor) -> DraftTree:
     )
 
 
-def tree_links(parents: torch.Tensor) -> TreeLinks:
-    """First children and next siblings of trees given by parents int64 [b, w]."""
-    batch_size, w = parents.shape
-    nodes = torch.arange(w, device=parents.device)
-    is_child = parents.unsqueeze(1) == nodes.unsqueeze(1)  # [b, i, j]: j hangs on i
-    is_later = nodes > nodes.unsqueeze(1)
-    is_sibling = (parents.unsqueeze(1) == parents.unsqueeze(2)) & is_later
-    return TreeLinks(
-        retrieve_index=torch.arange(batch_size * w, device=parents.device).view(batch_size, w),
-        retrieve_next_token=first_true(is_child),
-        retrieve_next_sibling=first_true(is_sibling),
-    )
-
-
 def tree_positions(tree: DraftTree, committed_lens: torch.Tensor) -> torch.Tensor:
     """Position of each verified token in its sequence: int64 [b * w]. committed_lens int64 [b]."""
     return (committed_lens.unsqueeze(1) + tree.depths).flatten()
-
-
-def full_tree_mask(
-    tree: DraftTree, committed_lens: torch.Tensor, num_prefix_tokens: int
-) -> torch.Tensor:
-    """What each verified token sees, bool, flat, as `layers.attention.base.TreeMaskInput` wants it.
-
-    `num_prefix_tokens`: sum of `committed_lens`, or more where the host knows only a bound; the
-    mask is that much longer then. Size w * (num_prefix_tokens + b * w).
-    """
-    batch_size, w = tree.parents.shape
-    size = w * (num_prefix_tokens + batch_size * w)
-    mask = torch.ones(size, dtype=torch.bool, device=tree.parents.device)
-    row_lens = committed_lens + w  # cells of one row
-    ends = (row_lens * w).cumsum(0)
-    row_starts = (ends - row_lens * w).unsqueeze(1) + row_lens.unsqueeze(1) * torch.arange(
-        w, device=ends.device
-    )  # [b, w]
-    columns = committed_lens.view(-1, 1, 1) + torch.arange(w, device=ends.device)  # [b, 1, w]
-    cells = row_starts.unsqueeze(2) + columns
-    return mask.index_put_((cells,), tree.is_ancestor)
 
 
 def first_true(is_wanted: torch.Tensor) -> torch.Tensor:
@@ -216,20 +185,19 @@ def first_true(is_wanted: torch.Tensor) -> torch.Tensor:
 def compact(accept: AcceptResult, out_cache_loc: torch.Tensor, num_draft_tokens: int) -> Compaction:
     """Where the accepted path lies and where it goes. out_cache_loc int64 [b * w]: KV slots.
 
-    In a chain slots move to themselves: only `rows` and `is_kept` tell something then.
+    In a chain slots move to themselves: only `rows` tell something then.
     """
     batch_size, d = accept.accept_index.shape
     device = out_cache_loc.device
     slots = out_cache_loc.view(batch_size, num_draft_tokens)
-    places = torch.arange(num_draft_tokens, device=device)
+    places = torch.arange(d, device=device)
     is_kept = places < accept.accept_lens.unsqueeze(1)
-    nodes = torch.where(is_kept[:, :d], accept.accept_index, places[:d])
+    nodes = torch.where(is_kept, accept.accept_index, places)
     starts = torch.arange(batch_size, device=device).unsqueeze(1) * num_draft_tokens
     return Compaction(
         rows=starts + nodes,
         from_slots=slots.gather(1, nodes),
         to_slots=slots[:, :d],
-        is_kept=is_kept,
     )
 
 
@@ -256,15 +224,3 @@ def extend_after_verify(
         last_rows=starts + accept.accept_lens - 1,
         committed_lens=committed_lens + accept.accept_lens,
     )
-
-
-def shift_extend_ids(
-    token_ids: torch.Tensor, last_rows: torch.Tensor, next_ids: torch.Tensor
-) -> torch.Tensor:
-    """The draft's tokens of a prefill: each request's shifted left by one. int64 [n].
-
-    token_ids int64 [n]: the target's, request after request; last_rows int64 [b]: the last row of
-    each; next_ids int64 [b]: what follows it: the sampled token, or the next prompt token where
-    the step is a chunk with more to come.
-    """
-    return token_ids.roll(-1).index_copy_(0, last_rows, next_ids)

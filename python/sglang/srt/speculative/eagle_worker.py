@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, LayerLoadCounter, TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWorker, Verified
+from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWorker
 from sglang.srt.speculative.coins import Coins
 from sglang.srt.speculative.draft_runner import Drafted, DraftedRows, Drafting
-from sglang.srt.speculative.eagle_info import EagleExtendInput
+from sglang.srt.speculative.eagle_info import DraftTree, EagleExtendInput
+from sglang.srt.speculative.spec_step import Verified
 
 
 class DraftModelWorker(BaseSpecWorker):
@@ -65,6 +67,19 @@ class DraftModelWorker(BaseSpecWorker):
 
     def _propose(self, batch: ScheduleBatch, drafted: DraftedRows, coins: Coins | None) -> Drafted:
         return self.drafting.propose(drafted, coins, batch.sampling_info)
+
+    @property
+    def captures_draft(self) -> bool:
+        return True
+
+    def steps_aside(self, num_reqs: int) -> bool:
+        """Large batches fill the device without drafts: verifying costs what it brings."""
+        limit = envs.SGLANG_SPECULATIVE_MAX_VERIFY_TOKENS.get()
+        return num_reqs * self.shape.num_draft_tokens > limit
+
+    def draft(self, drafted: DraftedRows) -> DraftTree:
+        """See `SpecStep`."""
+        return self.drafting.propose(drafted, None, None).tree
 
     def _catch_up(self, drafted: DraftedRows, path: EagleExtendInput, verified: Verified) -> None:
         roots = drafted.root_ids.unsqueeze(1)

@@ -1,7 +1,7 @@
 """Which keys drafted tokens may see: the `spec_info` of forward passes over trees.
 
 Everything up to the first key that belongs to a tree is visible; the last m keys of a sequence are
-visible as a mask says. Pure functions on the device; shapes follow from host bounds only.
+visible as a mask says. Pure functions on the device; all shapes are known to the host.
 """
 
 from __future__ import annotations
@@ -17,22 +17,7 @@ from sglang.srt.speculative.spec_info import SpecInput
 class TreeAttention(SpecInput):
     """A `layers.attention.base.TreeMaskInput`."""
 
-    custom_mask: torch.Tensor | None
-
-
-def window_mask(is_visible: torch.Tensor, seq_lens: torch.Tensor, max_tokens: int) -> torch.Tensor:
-    """The flat mask of q new tokens a request whose sight is limited over the last m keys.
-
-    is_visible bool [b, q, m]; seq_lens int64 [b]: keys in all; `max_tokens`: their sum, or more.
-    Returns bool [q * max_tokens].
-    """
-    b, q, m = is_visible.shape
-    device = is_visible.device
-    mask = torch.ones(q * max_tokens, dtype=torch.bool, device=device)
-    starts = (seq_lens.cumsum(0) - seq_lens).unsqueeze(1) * q  # [b, 1]
-    rows = starts + seq_lens.unsqueeze(1) * torch.arange(q, device=device)  # [b, q]
-    columns = (seq_lens - m).unsqueeze(1) + torch.arange(m, device=device)  # [b, m]
-    return mask.index_put_((rows.unsqueeze(2) + columns.unsqueeze(1),), is_visible)
+    custom_mask: torch.Tensor | None  # bool [b, tokens_per_req, m]
 
 
 def branch_visibility(paths: torch.Tensor) -> torch.Tensor:
@@ -46,7 +31,6 @@ def branch_visibility(paths: torch.Tensor) -> torch.Tensor:
     return visible.scatter_(2, cells, True)
 
 
-def branch_attention(paths: torch.Tensor, seq_lens: torch.Tensor, max_tokens: int) -> TreeAttention:
-    """What the branches of a draft step see; arguments as in the functions above."""
-    mask = window_mask(branch_visibility(paths), seq_lens, max_tokens)
-    return TreeAttention(tokens_per_req=paths.shape[1], custom_mask=mask)
+def branch_attention(paths: torch.Tensor) -> TreeAttention:
+    """What the branches of a draft step see: the keys of the steps so far are the last ones."""
+    return TreeAttention(tokens_per_req=paths.shape[1], custom_mask=branch_visibility(paths))

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import GrammarMatcher, bitmask_width
 from sglang.srt.layers.dispatch import argmax
 from sglang.srt.layers.sampler import apply_vocab_mask, draw, sampling_probs
+from sglang.srt.platforms import current_platform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, forbid_unless_last
 from sglang.srt.speculative.eagle_info import DraftTree
 
@@ -24,11 +25,11 @@ ALL_ALLOWED = np.int32(-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EndCells:
-    """End tokens that may not come before the request's `min_new`-th token: m of them."""
+    """End tokens that may not come while a sequence is shorter than asked for: m of them."""
 
     rows: torch.Tensor  # int64 [m]: the request
     token_ids: torch.Tensor  # int64 [m]
-    min_new: torch.Tensor  # int64 [m]
+    min_lens: torch.Tensor  # int64 [m]: of prompt and output together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,40 +42,46 @@ class VerifySampling:
     ends: _EndCells | None
 
     @classmethod
-    def create(cls, info: SamplingBatchInfo, num_draft_tokens: int) -> VerifySampling:
-        """`info` is kept: its penalties and grammars are read when logits are adjusted."""
+    def create(
+        cls, info: SamplingBatchInfo, num_draft_tokens: int, prompt_lens: Sequence[int]
+    ) -> VerifySampling:
+        """`info` is kept: its penalties and grammars are read when logits are adjusted.
+
+        prompt_lens [b]: tokens of each request that were not generated.
+        """
         return cls(
             num_draft_tokens=num_draft_tokens,
             repeated=info.repeated(num_draft_tokens),
             base=info,
-            ends=_end_cells(info),
+            ends=_end_cells(info, prompt_lens),
         )
 
 
-def _end_cells(info: SamplingBatchInfo) -> _EndCells | None:
+def _end_cells(info: SamplingBatchInfo, prompt_lens: Sequence[int]) -> _EndCells | None:
     constrained = {row for row, _ in info.grammars}  # their masks say it
     triples = [
-        (entry.row, token_id, entry.min_new)
+        (entry.row, token_id, prompt_lens[entry.row] + entry.min_new)
         for entry in info.min_new_tokens
         if entry.row not in constrained
         for token_id in entry.end_ids
     ]
     if not triples:
         return None
-    rows, token_ids, min_new = torch.tensor(triples, device=info.device).unbind(1)
-    return _EndCells(rows=rows, token_ids=token_ids, min_new=min_new)
+    cells = current_platform().to_device_async(torch.tensor(triples, dtype=torch.int64))
+    rows, token_ids, min_lens = cells.unbind(1)
+    return _EndCells(rows=rows, token_ids=token_ids, min_lens=min_lens)
 
 
 def adjust_verify_logits(
     logits: torch.Tensor,
     sampling: VerifySampling,
     tree: DraftTree,
-    num_generated: torch.Tensor,
+    root_positions: torch.Tensor,
     vocab_mask: np.ndarray | None,
 ) -> None:
     """Bias, penalties, end tokens and grammar masks, in place on float32 [b * w, V].
 
-    num_generated int64 [b]: output tokens up to the root, it included. vocab_mask: of
+    root_positions int64 [b]: place of each root in its sequence. vocab_mask: of
     `fill_tree_masks`; None without grammars. With penalties or grammars the host must have seen
     every token up to the root.
     """
@@ -86,8 +93,8 @@ def adjust_verify_logits(
     w = sampling.num_draft_tokens
     nodes = torch.arange(w, device=logits.device)
     if ends is not None:
-        generated = (num_generated.unsqueeze(1) + tree.depths)[ends.rows]  # [m, w]
-        is_early = generated < ends.min_new.unsqueeze(1)
+        lens = (root_positions.unsqueeze(1) + tree.depths + 1)[ends.rows]  # [m, w], node included
+        is_early = lens < ends.min_lens.unsqueeze(1)
         rows = ends.rows.unsqueeze(1) * w + nodes
         addends = torch.zeros_like(is_early, dtype=logits.dtype).masked_fill(is_early, -torch.inf)
         cells = (rows, ends.token_ids.unsqueeze(1).expand_as(rows))

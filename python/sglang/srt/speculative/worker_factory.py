@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from sglang.srt.configs.draft_config import read_draft_config, read_eagle_config
+from sglang.srt.configs.draft_config import (
+    NEXTN_ARCHITECTURE,
+    read_draft_config,
+    read_eagle_config,
+)
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.cuda_graph_runner import capture_batch_sizes
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import (
+    DEFAULT_GRAPH_MAX_BS,
     ModelRunner,
     RunnerConfig,
     SharedMemoryPool,
@@ -26,10 +34,15 @@ from sglang.srt.model_executor.model_runner import (
 )
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.eagle_draft import EagleDraftModel
+from sglang.srt.models.registry import resolve_model_class
+from sglang.srt.platforms import current_platform
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWorker
 from sglang.srt.speculative.draft_runner import Drafting, EagleDrafting, StandaloneDrafting
 from sglang.srt.speculative.eagle_worker import DraftModelWorker, EAGLEWorker, StandaloneWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.srt.speculative.ngram_cache import NgramCache, NgramOptions, read_corpus
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
+from sglang.srt.speculative.spec_graph_runner import DEFAULT_MAX_TOKENS
 from sglang.srt.speculative.spec_info import (
     DraftFeatures,
     DraftShape,
@@ -43,6 +56,14 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NgramCorpus:
+    """Texts that NGRAM drafts from beside what it has seen; see `ngram_cache.read_corpus`."""
+
+    path: str
+    encode: Callable[[str], list[int]] | None  # None: the file holds token ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpecSettings:
     """The part of the server's arguments that speculation reads."""
 
@@ -52,6 +73,8 @@ class SpecSettings:
     draft_model_path: str | None = None
     draft_load_format: str = "auto"
     overlap: bool = False  # the host reads outcomes one step late
+    ngram: NgramOptions | None = None  # NGRAM only
+    ngram_corpus: NgramCorpus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +107,11 @@ def plan_draft(
         config = _read_standalone_config(path, target)
     else:
         config = read_draft_config(path, target, tp_size=tp_size)
+        if path == target.model_path and NEXTN_ARCHITECTURE not in config.architectures:
+            raise ModelConfigError(
+                f"{path} has no layers that predict further tokens: "
+                "--speculative-draft-model-path must name a draft"
+            )
     return DraftPlan(
         config=config,
         token_bytes=kv_bytes_per_token(config, tp_size, kv_dtype),
@@ -109,10 +137,20 @@ def _read_standalone_config(path: str, target: ModelConfig) -> ModelConfig:
 def _weight_bytes(path: str, config: ModelConfig) -> int:
     """What the weights will take, by the files: half-precision files may be widened."""
     itemsize = getattr(torch, config.dtype).itemsize
+    if NEXTN_ARCHITECTURE in config.architectures:
+        return _own_parameters(config) * itemsize  # the files are the target's as well
     folder = Path(path)
     files = list(folder.iterdir()) if folder.is_dir() else [folder]
     on_disk = sum(file.stat().st_size for file in files if file.suffix in _WEIGHT_SUFFIXES)
     return on_disk * itemsize // 2
+
+
+def _own_parameters(config: ModelConfig) -> int:
+    """Parameters of this rank's part of a draft, without those that it shares."""
+    with torch.device("meta"):
+        model = resolve_model_class(config.architectures)(config)
+    parameters = model.own_parameters() if isinstance(model, EagleDraftModel) else ()
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def draft_positions(settings: SpecSettings) -> int:
@@ -129,9 +167,11 @@ def create_draft_worker(
     runner_config: RunnerConfig,
 ) -> BaseSpecWorker:
     """Load the draft, if there is one, and build the algorithm's worker around the target's."""
-    return settings.algorithm.create_worker(
+    worker: BaseSpecWorker = settings.algorithm.create_worker(
         settings=settings, plan=plan, target_worker=target_worker, runner_config=runner_config
     )
+    _capture_graphs(worker, runner_config)
+    return worker
 
 
 def _make_draft_model_worker(
@@ -153,6 +193,7 @@ def _make_draft_model_worker(
             disable_cuda_graph=True,
             use_decode_runner=settings.algorithm is SpeculativeAlgorithm.STANDALONE,
             warm_up_tokens=0,
+            keep_released_weights=runner_config.keep_released_draft_weights,
             draft_token_bytes=0,
             draft_weight_bytes=0,
             draft_positions=0,
@@ -181,6 +222,48 @@ def _make_draft_model_worker(
     return _worker_class(settings)(target_worker, drafting, settings.rule, CaptureHiddenMode.FULL)
 
 
+def _make_ngram_worker(
+    *,
+    settings: SpecSettings,
+    plan: DraftPlan | None,
+    target_worker: TpModelWorker,
+    runner_config: RunnerConfig,
+) -> BaseSpecWorker:
+    options = settings.ngram or NgramOptions(num_draft_tokens=settings.shape.num_draft_tokens)
+    corpus = None
+    if settings.ngram_corpus is not None:
+        start = time.perf_counter()
+        corpus = read_corpus(settings.ngram_corpus.path, options, settings.ngram_corpus.encode)
+        logger.info(
+            "N-gram corpus %s: %d nodes, %.1f s",
+            settings.ngram_corpus.path,
+            corpus.num_nodes,
+            time.perf_counter() - start,
+        )
+    cache = NgramCache(options, corpus)
+    return NGRAMWorker(target_worker, settings.shape, settings.rule, cache)
+
+
+def _capture_graphs(worker: BaseSpecWorker, config: RunnerConfig) -> None:
+    """Capture the worker's decode steps, where this platform can and nobody has forbidden it."""
+    platform = current_platform()
+    if config.disable_cuda_graph or not platform.graph_capture_supported:
+        return
+    target = worker.target_runner
+    default = DEFAULT_GRAPH_MAX_BS
+    if not worker.steps_aside(default):
+        default = min(default, max(1, DEFAULT_MAX_TOKENS // worker.shape.num_draft_tokens))
+    limit = config.cuda_graph_max_bs or max(config.cuda_graph_bs or [default])
+    sizes = capture_batch_sizes(min(limit, target.max_running_requests), config.cuda_graph_bs)
+    before = platform.memory_info().free_bytes
+    worker.capture_graphs(
+        sizes,
+        pad=not config.disable_cuda_graph_padding,
+        show_progress=get_tp_group().rank == 0,
+    )
+    target.graph_bytes += max(before - platform.memory_info().free_bytes, 0)
+
+
 def _worker_class(settings: SpecSettings) -> type[DraftModelWorker]:
     if settings.overlap:
         return EAGLEWorkerV2
@@ -199,3 +282,4 @@ for _algorithm in (
     SpeculativeAlgorithm.STANDALONE,
 ):
     register_worker(_algorithm, _make_draft_model_worker)
+register_worker(SpeculativeAlgorithm.NGRAM, _make_ngram_worker)

@@ -11,11 +11,16 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 _SLOT = struct.Struct("<Q")
 # One cache line a counter, so that ranks do not disturb each other.
 _STRIDE_BYTES = 64
+_BEAT_PERIOD_S = 1.0
 
 
 class LivenessCounter:
@@ -64,3 +69,25 @@ class LivenessCounter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def keep_beating(beat: Callable[[], None], limit_s: float) -> Iterator[None]:
+    """Call `beat` from a thread while a block keeps its own thread, at most `limit_s` seconds.
+
+    For waits that end by themselves within a known time: what outlives it counts as stuck.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        deadline = time.monotonic() + limit_s
+        while not done.wait(_BEAT_PERIOD_S) and time.monotonic() < deadline:
+            beat()
+
+    thread = threading.Thread(target=run, name="keep-beating", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -7,6 +7,7 @@ keeps everything it received in `received`, and can be made slow, silent or refu
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -32,6 +33,7 @@ from sglang.srt.managers.io_struct import (
     GetInternalStateReqOutput,
     GetLoadsReqInput,
     GetLoadsReqOutput,
+    InitWeightsUpdateGroupReqInput,
     LogprobDelta,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
@@ -39,7 +41,9 @@ from sglang.srt.managers.io_struct import (
     PingReqOutput,
     ProfileReqInput,
     ProfileReqOutput,
+    ReleaseMemoryOccupationReqInput,
     RequestOutput,
+    ResumeMemoryOccupationReqInput,
     SchedulerReady,
     SetInternalStateReqInput,
     SetInternalStateReqOutput,
@@ -48,6 +52,8 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
     UpdateWeightVersionReqOutput,
+    WeightUpdateReqInput,
+    WeightUpdateReqOutput,
 )
 from sglang.srt.managers.ipc import PullChannel, PushChannel
 from sglang.srt.server_args import PortArgs
@@ -55,6 +61,13 @@ from sglang.srt.utils.tokenizer import BaseTokenizer
 from sglang.test.fakes.tiny_tokenizer import CONTEXT_LEN, VOCAB_SIZE
 
 logger = logging.getLogger(__name__)
+
+_WEIGHT_MESSAGES = (
+    WeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 
 
 def fake_ready(context_len: int = CONTEXT_LEN, vocab_size: int = VOCAB_SIZE) -> SchedulerReady:
@@ -89,6 +102,7 @@ class FakeScheduler:
             ends before `max_new_tokens`.
         step_s: seconds a step takes. silent: nothing is read or sent, as if hung.
         refuse: finish reason given to every new request. flush_ok: answer to a flush.
+        weight_reply: answer to everything about weights and memory.
     """
 
     def __init__(
@@ -103,6 +117,7 @@ class FakeScheduler:
         self.silent = False
         self.refuse: dict[str, Any] | None = None
         self.flush_ok = True
+        self.weight_reply = WeightUpdateReqOutput(message="Success")
         self.received: list[Any] = []
         self.paused: str | None = None
         self.weight_version = "default"
@@ -265,6 +280,8 @@ class FakeScheduler:
             "num_total_tokens": 0,
             "memory": {"token_capacity": 1},
         }
+        if isinstance(message, _WEIGHT_MESSAGES):
+            return dataclasses.replace(self.weight_reply)
         is_idle = not self.live
         replies: dict[type, ControlReqOutput] = {
             FlushCacheReqInput: FlushCacheReqOutput(success=self.flush_ok and is_idle),

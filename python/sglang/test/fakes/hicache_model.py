@@ -443,15 +443,14 @@ class HiCacheModel:
             while self.engines[0].controller.prefetch_queue.qsize():
                 self._query()  # as stopping threads do, all ranks together
             self._release_late_hits()
-            results = [engine.tree.detach_storage_backend() for engine in self.engines]
+            results = self._on_all(lambda rank, engine: engine.tree.detach_storage_backend())
         else:
-            results = [
-                engine.tree.attach_storage_backend(
+            results = self._on_all(
+                lambda rank, engine: engine.tree.attach_storage_backend(
                     storage_backend="memory",
                     storage_backend_extra_config_json='{"prefetch_threshold": 1}',
                 )
-                for engine in self.engines
-            ]
+            )
         assert all(success for success, _ in results), results
         self._is_attached = not self._is_attached
 

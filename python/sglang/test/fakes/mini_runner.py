@@ -14,7 +14,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.attention.base import RunnerFacts
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -22,6 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     LogprobRequest,
 )
 from sglang.srt.model_executor.forward_context import use_attention_backend
+from sglang.srt.model_executor.kv_pools import KVPoolShape, make_kv_pool
 from sglang.srt.models.base import LanguageModel
 
 
@@ -44,15 +45,13 @@ class MiniRunner:
         parameter = next(model.parameters())
         device, dtype = parameter.device, parameter.dtype
         num_pages = max_requests * -(-max_len // page_size)
-        num_kv_heads = config.get_num_kv_heads(get_tp_group().size)
+        tp_size = get_tp_group().size
         self.req_to_token_pool = ReqToTokenPool(max_requests, max_len, device)
-        self.kv_pool = MHATokenToKVPool(
-            num_pages * page_size,
-            page_size,
-            dtype,
-            num_kv_heads,
-            config.head_dim,
-            config.num_hidden_layers,
+        self.kv_pool = make_kv_pool(
+            config,
+            KVPoolShape(
+                num_tokens=num_pages * page_size, page_size=page_size, dtype=dtype, tp_size=tp_size
+            ),
             device,
         )
         self.backend = create_attention_backend(
@@ -60,9 +59,10 @@ class MiniRunner:
             RunnerFacts(
                 device=str(device),
                 dtype=dtype,
-                num_heads=config.get_num_attention_heads(get_tp_group().size),
-                num_kv_heads=num_kv_heads,
-                head_dim=config.head_dim,
+                num_heads=config.get_num_attention_heads(tp_size),
+                num_kv_heads=config.get_num_kv_heads(tp_size),
+                head_dim=config.kv_key_dim,
+                v_head_dim=config.kv_value_dim if config.mla is not None else None,
                 page_size=page_size,
                 max_context_len=max_len,
                 max_running_requests=max_requests,

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.grammar_manager import GrammarManager
+from sglang.srt.managers.hicache_control import HiCacheControl
 from sglang.srt.managers.invariant_checker import InvariantChecker
 from sglang.srt.managers.io_struct import (
     BatchTokenIDOutput,
@@ -29,8 +30,11 @@ from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig, SchedulerP
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.test.fakes.fake_worker import FAKE_VOCAB, FakeModelWorker
 
 
@@ -45,6 +49,8 @@ class _ListReceiver:
         self, *, idle: bool, poll_grammars: Callable[[], list[str]], transfers: bool = False
     ) -> ReceivedStep:
         messages, self.messages = self.messages, []
+        if idle and transfers and not messages:
+            time.sleep(0.001)  # transfer threads need the interpreter too
         return ReceivedStep(
             messages=messages, ready_grammars=poll_grammars(), now=time.time() + self.now_offset
         )
@@ -70,7 +76,12 @@ class SchedulerHarness:
         conservativeness: float = 1.0,
         vocab_size: int = FAKE_VOCAB,
         worker: Any = None,
+        hicache: HiCacheParams | None = None,
+        is_eagle: bool = False,
+        hicache_control: Callable[[BasePrefixCache], HiCacheControl] | None = None,
+        scheduler_class: type[Scheduler] = Scheduler,
     ) -> None:
+        """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool."""
         self.worker = worker or FakeModelWorker(
             num_slots=num_slots,
             page_size=page_size,
@@ -87,8 +98,16 @@ class SchedulerHarness:
                 token_to_kv_pool_allocator=allocator,
                 page_size=page_size,
                 disable=disable_cache,
+                is_eagle=is_eagle,
+                hicache=hicache,
+                weights_fingerprint=None
+                if hicache is None
+                else hicache.identity.weights_fingerprint,
             )
         )
+        if hicache is not None:
+            counter = hicache.controller.layer_done_counter
+            self.worker.register_hicache_layer_transfer_counter(counter)
         streamer = OutputStreamer(self._on_output, dp_rank=0)
         results = BatchResultProcessor(
             tree_cache=self.tree,
@@ -106,7 +125,7 @@ class SchedulerHarness:
             startup_time=0.0,
             is_logging_rank=False,
         )
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_class(
             SchedulerConfig(
                 limits=PrefillLimits(
                     max_prefill_tokens=max_prefill_tokens,
@@ -129,7 +148,7 @@ class SchedulerHarness:
             SchedulerParts(
                 receiver=cast(RequestReceiver, self.receiver),
                 worker=cast(TpModelWorker, self.worker),
-                draft_worker=None,
+                draft_worker=worker if isinstance(worker, BaseSpecWorker) else None,
                 tree_cache=self.tree,
                 policy=SchedulePolicy(policy, self.tree, enable_priority=enable_priority, seed=0),
                 grammar_manager=GrammarManager(None),
@@ -150,7 +169,7 @@ class SchedulerHarness:
                     req_to_token_pool=rows,
                     token_to_kv_pool_allocator=allocator,
                 ),
-                hicache_control=None,
+                hicache_control=hicache_control(self.tree) if hicache_control else None,
                 send_to_front=self.replies.append,
                 beat=self._beat,
             ),

@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
-from sglang.srt.configs.draft_config import DRAFT_ARCHITECTURES, EAGLE3_ARCHITECTURE
-from sglang.test.fakes.tiny_models import tiny_config, tiny_weights, write_weights
+from sglang.srt.configs.draft_config import (
+    DRAFT_ARCHITECTURES,
+    EAGLE3_ARCHITECTURE,
+    as_eagle_draft,
+)
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
+from sglang.srt.models.registry import resolve_model_class
+from sglang.test.fakes.tiny_models import random_tensor, tiny_config, tiny_weights, write_weights
 
 DRAFT_VOCAB_SIZE = 101
 
@@ -61,6 +69,31 @@ def make_tiny_draft(
     config = tiny_draft_config(architecture, **config_overrides)
     (root / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_weights(root, tiny_draft_weights(config, seed))
+    return root
+
+
+def add_tiny_nextn_layer(folder: str | Path, seed: int = 0) -> Path:
+    """Add a layer that predicts one token further to a tiny DeepSeek-V3's folder; returns it.
+
+    Under the published names, with the copies of embedding and head that published files hold (of
+    other values here, so that reading them by mistake shows).
+    """
+    root = Path(folder)
+    path = root / "config.json"
+    config = {**json.loads(path.read_text(encoding="utf-8")), "num_nextn_predict_layers": 1}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    draft_config = as_eagle_draft(ModelConfig.from_dict(config))
+    with torch.device("meta"):
+        draft = resolve_model_class(draft_config.architectures)(draft_config)
+    assert isinstance(draft, DeepseekV3ForCausalLMNextN)
+    shapes = {name: slot.full_shape for name, slot in draft.weight_table().items()}
+    whole = (config["vocab_size"], config["hidden_size"])
+    shapes |= {"embed_tokens.weight": whole, "lm_head.weight": whole}
+    weights = {
+        draft.published_name(name): random_tensor(name, shape, seed + 1)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, str(root / "model-mtp.safetensors"), metadata={"format": "pt"})
     return root
 
 

@@ -51,6 +51,24 @@ _COMMON: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "attention_bias": False,
+    "kv_lora_rank": 22,
+    "q_lora_rank": 26,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 26,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2": {
@@ -74,6 +92,25 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    },
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+        **_DEEPSEEK,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        **_DEEPSEEK,
     },
 }
 
@@ -120,7 +157,7 @@ def tiny_weights(
     with torch.device("meta"):
         model = resolve_model_class(model_config.architectures)(model_config)
     return {
-        name: _random_tensor(name, slot.full_shape, seed).to(dtype)
+        name: random_tensor(name, slot.full_shape, seed).to(dtype)
         for name, slot in model.weight_table().items()
     }
 
@@ -173,7 +210,8 @@ def _byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
-def _random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Values of a tiny model's tensor: of a size at which activations neither die nor explode."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
     values = torch.randn(shape, generator=generator)

@@ -120,14 +120,15 @@ class Case:
 
     def expected(self, window: int | None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Softmax attention row by row, straight from the definition."""
-        rows, start, mask_start = [], 0, 0
+        rows, start = [], 0
         group = NUM_HEADS // NUM_KV_HEADS
-        for keys, values, p, n in zip(self.keys, self.values, self.prefix_lens, self.new_lens):
+        requests = zip(self.keys, self.values, self.prefix_lens, self.new_lens)
+        for index, (keys, values, p, n) in enumerate(requests):
             for i in range(n):
                 visible = torch.arange(p + n) <= p + i
                 if mask is not None:
-                    visible = mask[mask_start : mask_start + p + n]
-                    mask_start += p + n
+                    before = torch.ones(p + n - mask.shape[2], dtype=torch.bool)
+                    visible = torch.cat((before, mask[index, i]))
                 if window is not None:
                     visible = visible & (torch.arange(p + n) > p + i - window)
                 query = self.queries[start + i].view(NUM_HEADS, HEAD_DIM)
@@ -182,12 +183,19 @@ def test_verify_obeys_the_tree_mask(name: str) -> None:
     case = Case(prefix_lens=[6, 15], new_lens=[4, 4])
     # Root, two children of the root, a child of the second: siblings do not see each other.
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
-    mask = torch.cat(
-        [torch.cat((torch.ones(4, p, dtype=torch.bool), tree), 1).flatten() for p in (6, 15)]
-    )
+    mask = torch.stack((tree, tree.flip(0) | torch.eye(4, dtype=torch.bool)))
     got = case.run(make_backend(name), ForwardMode.TARGET_VERIFY, mask=mask)
     torch.testing.assert_close(got, case.expected(mask=mask), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(got, case.expected(), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_mask_may_reach_behind_the_new_tokens(name: str) -> None:
+    # Third draft step of two branches: each sees its own path through the four keys before.
+    case = Case(prefix_lens=[4, 15], new_lens=[2, 2])
+    mask = torch.tensor([[[1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 1]]] * 2, dtype=torch.bool)
+    got = case.run(make_backend(name), ForwardMode.TARGET_VERIFY, mask=mask)
+    torch.testing.assert_close(got, case.expected(mask=mask), atol=1e-5, rtol=1e-5)
 
 
 def test_idle_batch_is_empty() -> None:

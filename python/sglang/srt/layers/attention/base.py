@@ -25,14 +25,17 @@ class RunnerFacts:
     max_context_len: int
     max_running_requests: int
     kv_dtype: torch.dtype | None = None  # of the pool; None: like `dtype`
+    # Of a value; with latent attention less than `head_dim`, else None.
+    v_head_dim: int | None = None
 
 
 @runtime_checkable
 class TreeMaskInput(Protocol):
     """A `spec_info` that limits what draft tokens may see.
 
-    `custom_mask`: bool, flat; for each request in batch order the rows of its new tokens, each
-    row over all seq_len positions (prefix and new tokens), True = visible. None means causal.
+    `custom_mask`: bool [b, q, m], contiguous: for each of a request's q new tokens (as many in
+    every request) which of the last m key positions it sees, True = visible. Every key before
+    them is visible; m is no more than any request's seq_len. None means causal.
     """
 
     custom_mask: torch.Tensor | None
@@ -85,5 +88,5 @@ class AttentionBackend(ABC):
 
         q [n, H * D] or [n, H, D]; k and v [n, H_kv, D]. Without `save_kv_cache` the pool holds the
         new tokens' keys and values already, and k and v may be None.
-        Returns [n, H * D] in q's dtype.
+        Returns [n, H * D] in q's dtype, D being the width of a value.
         """

@@ -20,7 +20,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 def create_torch_native(facts: RunnerFacts) -> AttentionBackend:
     """The fastest implementation with the reference's meaning for this device and dtype."""
     is_cpu = torch.device(facts.device).type == "cpu"
-    if is_cpu and facts.dtype == torch.float32 and ops.available():
+    # The kernels want values as wide as keys.
+    is_plain = facts.v_head_dim is None
+    if is_cpu and is_plain and facts.dtype == torch.float32 and ops.available():
         return CpuKernelBackend(facts)
     return TorchNativeBackend(facts)
 

@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 _BACKENDS = {
     "torch_native": ("sglang.srt.layers.attention.cpu_native", "create_torch_native"),
     "torch_reference": ("sglang.srt.layers.attention.torch_native", "TorchNativeBackend"),
-    "triton": ("sglang.srt.layers.attention.triton_backend", "TritonAttentionBackend"),
+    "triton": ("sglang.srt.layers.attention.triton_latent", "create_triton"),
 }
 
 

@@ -75,7 +75,7 @@ class TorchNativeBackend(AttentionBackend):
             out = _decode(queries, key_buffer, value_buffer, layer, metadata)
         else:
             out = _extend(queries, k, v, key_buffer, value_buffer, layer, metadata)
-        return out.reshape(q.shape[0], layer.num_heads * layer.head_dim)
+        return out.reshape(q.shape[0], layer.num_heads * layer.v_head_dim)
 
 
 def _decode_metadata(forward_batch: ForwardBatch) -> _DecodeMetadata:
@@ -98,7 +98,7 @@ def _extend_metadata(forward_batch: ForwardBatch) -> _ExtendMetadata:
         raise ValueError("an extend batch needs extend_seq_lens_cpu and extend_prefix_lens_cpu")
     tree_mask = tree_mask_of(forward_batch)
     requests = []
-    start = mask_start = 0
+    start = 0
     for index, (query_len, prefix_len) in enumerate(zip(query_lens, prefix_lens, strict=True)):
         seq_len = prefix_len + query_len
         slots = own_mask = None
@@ -106,9 +106,8 @@ def _extend_metadata(forward_batch: ForwardBatch) -> _ExtendMetadata:
             row = forward_batch.req_pool_indices[index]
             slots = forward_batch.req_to_token_pool.req_to_token[row, :seq_len].long()
         if tree_mask is not None:
-            mask_end = mask_start + query_len * seq_len
-            own_mask = tree_mask[mask_start:mask_end].view(query_len, seq_len)
-            mask_start = mask_end
+            own_mask = tree_mask.new_ones((query_len, seq_len))
+            own_mask[:, seq_len - tree_mask.shape[2] :] = tree_mask[index]
         requests.append(_RequestRange(start, query_len, seq_len, slots, own_mask))
         start += query_len
     return _ExtendMetadata(requests=requests)
@@ -131,7 +130,7 @@ def _extend(
     layer: RadixAttention,
     metadata: _ExtendMetadata,
 ) -> torch.Tensor:
-    out = torch.empty_like(queries)
+    out = queries.new_empty(queries.shape[0], layer.num_heads, layer.v_head_dim)
     for request in metadata.requests:
         rows = slice(request.start, request.start + request.query_len)
         if request.slots is None and k is not None and v is not None:

@@ -11,9 +11,8 @@ Long prompts without prefix go to cuDNN (`triton_ops.dense_prefill`), where it c
 The pool may be in an 8-bit float type: keys and values are rounded to it when they are stored,
 without scales, and widened when they are read.
 
-Limits: head sizes up to 256; a tree mask is read over the new tokens only, the prefix counts as
-visible. `seq_lens` and the request table must not be written by a kernel that lets others start
-early (`triton_ops.device.launch_early`).
+Limits: head sizes up to 256. `seq_lens` and the request table must not be written by a kernel that
+lets others start early (`triton_ops.device.launch_early`).
 """
 
 from __future__ import annotations

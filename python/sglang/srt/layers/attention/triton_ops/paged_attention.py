@@ -79,7 +79,7 @@ class PagedAttentionInputs:
     table_rows: torch.Tensor  # int64 [b]
     seq_lens: torch.Tensor  # int64 [b], new tokens included
     query_lens: torch.Tensor | None  # int64 [b]; None = one new token each (then n == b)
-    # bool, flat, as in `attention.base.TreeMaskInput`; only the part over new tokens is read.
+    # bool [b, q, m], contiguous, as in `attention.base.TreeMaskInput`; n is b * q then.
     tree_mask: torch.Tensor | None
     scaling: float
     window: int | None
@@ -238,6 +238,7 @@ def _launch(
         config.share_target,
         min_share,
         inputs.table.stride(0),
+        0 if tree_mask is None else tree_mask.shape[2],
         queries.stride(0),
         out.stride(0),
         keys.stride(0),
@@ -304,6 +305,17 @@ def _check(inputs: PagedAttentionInputs) -> None:
         raise ValueError(
             f"head size {head_dim} or batch size {batch_size} exceeds "
             f"{MAX_HEAD_DIM} and {MAX_BATCH_SIZE}"
+        )
+    mask = inputs.tree_mask
+    if mask is not None and (
+        mask.dim() != 3
+        or mask.shape[0] != batch_size
+        or batch_size * mask.shape[1] != num_tokens
+        or not mask.is_contiguous()
+    ):
+        raise ValueError(
+            f"a tree mask {tuple(mask.shape)} does not fit {num_tokens} new tokens of "
+            f"{batch_size} requests"
         )
     if inputs.query_lens is None and num_tokens != batch_size:
         raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")

@@ -32,8 +32,7 @@ def _attend(
     key_pos: tl.tensor,
     end: tl.tensor,
     query_pos: tl.tensor,
-    prefix_len: tl.tensor,
-    seq_len: tl.tensor,
+    mask_start: tl.tensor,
     tree_mask: tl.tensor,
     mask_lines: tl.tensor,
     table_row: tl.tensor,
@@ -50,7 +49,7 @@ def _attend(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """One block of keys. Lines of the request's tree mask start at `tree_mask + mask_lines`."""
+    """One block of keys. Key p has cell `tree_mask + mask_lines + p`, from `mask_start` on."""
     feature = tl.arange(0, BLOCK_D)
     # Behind the end the last key is loaded again: cheaper than masked loads, and never a NaN, which
     # would get through a weight of zero.
@@ -68,9 +67,9 @@ def _attend(
     if MASKED:
         visible = (key_pos < end)[None, :]
         if TREE:
-            is_new = (key_pos >= prefix_len) & (key_pos < seq_len)
+            is_limited = (key_pos >= mask_start) & (key_pos < end)
             bits = tree_mask + (mask_lines[:, None] + key_pos[None, :])
-            seen = tl.load(bits, mask=is_new[None, :], other=1)
+            seen = tl.load(bits, mask=is_limited[None, :], other=1)
             visible = visible & (seen != 0)
         elif not ONE_QUERY:
             visible = visible & (key_pos[None, :] <= query_pos[:, None])
@@ -163,7 +162,7 @@ def _merged_rows(
 
 
 @triton.jit(
-    do_not_specialize=["batch_size", "share_target", "min_share", "table_stride"],
+    do_not_specialize=["batch_size", "share_target", "min_share", "table_stride", "mask_width"],
 )
 def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     queries: tl.tensor,
@@ -187,6 +186,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     share_target: tl.tensor,
     min_share: tl.tensor,
     table_stride: tl.tensor,
+    mask_width: tl.tensor,
     query_stride: tl.tensor,
     out_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -312,12 +312,13 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     high = tl.maximum(prefix_len + last_token + 1, 0)
     plain_end = prefix_len + first_token + 1
     mask_lines = token
+    mask_start = prefix_len
     if TREE:
         high = seq_len
-        plain_end = prefix_len
-        lines = all_queries.to(tl.int64) * all_seqs
-        tree_mask += tl.sum(tl.where(lanes < request, lines, 0), 0)
-        mask_lines = tl.where(row_live, token * seq_len, 0)
+        mask_start = seq_len - mask_width
+        plain_end = mask_start
+        tree_mask += query_start * mask_width - mask_start
+        mask_lines = tl.where(row_live, token * mask_width, 0)
     if WINDOW > 0:
         low = tl.maximum(prefix_len + first_token - WINDOW + 1, 0)
         plain_end = 0
@@ -359,7 +360,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     if not ONE_LOOP:
         for position in tl.range(start, plain_end, BLOCK_N):
             acc, row_max, row_sum = _attend(
-                query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
+                query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
                 tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
                 scale_log2,
                 HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, False, PRECISION,
@@ -367,7 +368,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         masked_start = plain_end
     for position in tl.range(masked_start, end, BLOCK_N, num_stages=MASKED_STAGES):
         acc, row_max, row_sum = _attend(
-            query, acc, row_max, row_sum, position + block, end, query_pos, prefix_len, seq_len,
+            query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
             tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
             scale_log2,
             HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, True, PRECISION,

@@ -1,0 +1,291 @@
+"""What the hierarchical cache costs and saves, on a real server: P7, P8, P9 and P14 (flush).
+
+    python benchmark/bench_hicache.py --model benchmark/shapes/llama-3.1-8b       # one GPU
+    python benchmark/bench_hicache.py --device cpu --small                        # a self-test
+
+Starts its own servers (dummy weights where the folder holds none). One client, one request at a
+time for the times to first token; every figure is a median. Each hit is proved by the server's own
+counters (`cached_tokens_details`): a run whose prompt did not come from the tier it should have
+come from is an error, not a fast time. Prompts are random token ids, new ones for each cold run.
+
+* L1: the same prompt again. L2: after as many other prompts as the device pool holds.
+  L3: after a flush that waited until everything was written.
+* flush: `/flush_cache` right after an answer, its storage writes still pending.
+* throughput with tiers and no hit ÷ without tiers: two servers at once, runs in the order A B B A.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang.test.small_server import SmallServer, serve
+
+DETAILS = {"L1": "device", "L2": "host", "L3": "storage"}
+
+
+class Client:
+    """One server and the prompts that it is asked."""
+
+    def __init__(self, server: SmallServer, vocab_size: int, seed: int) -> None:
+        self.server = server
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+
+    def prompt(self, length: int) -> list[int]:
+        """Random token ids that nobody has asked before."""
+        return [self._random.randrange(3, self._vocab_size) for _ in range(length)]
+
+    def first_token(self, prompt: Sequence[int]) -> tuple[float, dict[str, Any]]:
+        """(seconds to the only token, meta_info)."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        }
+        start = time.perf_counter()
+        reply = self.server.post("/generate", json=body)
+        elapsed = time.perf_counter() - start
+        reply.raise_for_status()
+        return elapsed, reply.json()["meta_info"]
+
+    def flush(self, timeout_s: float = 0.0) -> float:
+        """Seconds of a flush; with a timeout it waits for storage."""
+        start = time.perf_counter()
+        reply = self.server.post(f"/flush_cache?timeout={timeout_s}")
+        elapsed = time.perf_counter() - start
+        if reply.status_code != 200:
+            raise RuntimeError(f"flush_cache: {reply.status_code} {reply.text}")
+        return elapsed
+
+
+def check_source(tier: str, meta: dict[str, Any], least: int) -> None:
+    """Raise RuntimeError unless the prompt came from this tier."""
+    found = (meta["cached_tokens_details"] or {}).get(DETAILS[tier], 0)
+    if found < least:
+        raise RuntimeError(f"{tier} hit: only {found} of {least} tokens, {meta}")
+
+
+def time_to_first_token(
+    client: Client, length: int, page_size: int, pool_tokens: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Medians by tier, milliseconds; `share`: of the cold time."""
+    times: dict[str, list[float]] = {name: [] for name in ("cold", "L1", "L2", "L3")}
+    least = length - 2 * page_size
+    for _ in range(rounds):
+        prompt = client.prompt(length)
+        elapsed, meta = client.first_token(prompt)
+        if meta["cached_tokens"] != 0:
+            raise RuntimeError(f"a new prompt was cached: {meta}")
+        times["cold"].append(elapsed)
+        elapsed, meta = client.first_token(prompt)
+        check_source("L1", meta, least)
+        times["L1"].append(elapsed)
+        for _ in range(pool_tokens // length + 1):
+            client.first_token(client.prompt(length))
+        elapsed, meta = client.first_token(prompt)
+        check_source("L2", meta, least)
+        times["L2"].append(elapsed)
+        client.flush(timeout_s=120)
+        elapsed, meta = client.first_token(prompt)
+        check_source("L3", meta, least)
+        times["L3"].append(elapsed)
+    cold = statistics.median(times["cold"])
+    return {
+        name: {
+            "ms": statistics.median(values) * 1e3,
+            "share": statistics.median(values) / cold,
+            "best_ms": min(values) * 1e3,
+            "worst_ms": max(values) * 1e3,
+        }
+        for name, values in times.items()
+    }
+
+
+def flush_times(client: Client, length: int, cycles: int) -> dict[str, float]:
+    """Milliseconds of flushes right after an answer, with its backups pending."""
+    times = []
+    for _ in range(cycles):
+        client.first_token(client.prompt(length))
+        times.append(client.flush() * 1e3)
+    return {
+        "median_ms": statistics.median(times),
+        "worst_ms": max(times),
+        "cycles": float(cycles),
+    }
+
+
+def throughput(client: Client, num_requests: int, input_len: int, output_len: int) -> float:
+    """Output tokens a second of so many new prompts at once."""
+    prompts = [client.prompt(input_len) for _ in range(num_requests)]
+
+    def ask(prompt: list[int]) -> int:
+        reply = requests.post(
+            client.server.url + "/generate",
+            json={
+                "input_ids": prompt,
+                "sampling_params": {
+                    "temperature": 0,
+                    "max_new_tokens": output_len,
+                    "ignore_eos": True,
+                },
+            },
+            timeout=600,
+        )
+        reply.raise_for_status()
+        return int(reply.json()["meta_info"]["completion_tokens"])
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(num_requests) as threads:
+        num_tokens = sum(threads.map(ask, prompts))
+    return num_tokens / (time.perf_counter() - start)
+
+
+def compare_throughput(
+    on: Client, off: Client, load: Callable[[Client], float], pairs: int
+) -> dict[str, Any]:
+    """Ratio on ÷ off of runs in the order A B B A, median over the pairs."""
+    ratios, all_on, all_off = [], [], []
+    for client in (on, off):
+        load(client)
+    for pair in range(pairs):
+        order = (on, off) if pair % 2 == 0 else (off, on)
+        results = {id(client): load(client) for client in order}
+        all_on.append(results[id(on)])
+        all_off.append(results[id(off)])
+        ratios.append(results[id(on)] / results[id(off)])
+    return {
+        "on_tokens_per_s": statistics.median(all_on),
+        "off_tokens_per_s": statistics.median(all_off),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder of a model or of a shape (config.json alone)")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--small", action="store_true", help="tiny random model, a self-test")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--pool-tokens", type=int, default=40960, help="device pool")
+    parser.add_argument("--hicache-size", type=int, default=32, help="host pool, GB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--flush-cycles", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=5, help="of throughput runs")
+    parser.add_argument("--num-requests", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--storage-dir", help="default: a temporary folder")
+    parser.add_argument("--flags", default="", help="further flags of the servers")
+    parser.add_argument("--json", help="file for the figures")
+    return parser.parse_args()
+
+
+def shrink(args: argparse.Namespace, folder: Path) -> int:
+    """Small sizes and a tiny model; returns its vocabulary size."""
+    from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+
+    args.model = str(make_tiny_checkpoint(folder / "model", "llama"))
+    args.device, args.lengths, args.page_size = "cpu", [256], 16
+    args.pool_tokens, args.rounds, args.flush_cycles, args.pairs = 1024, 1, 3, 1
+    args.num_requests, args.input_len, args.output_len = 4, 32, 8
+    return vocab_size(args.model)
+
+
+def vocab_size(model: str) -> int:
+    return int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
+
+
+def server_flags(args: argparse.Namespace) -> list[str | int | float]:
+    flags: list[str | int | float] = [
+        "--device",
+        args.device,
+        "--page-size",
+        args.page_size,
+        "--max-total-tokens",
+        args.pool_tokens,
+        "--skip-tokenizer-init",
+        *args.flags.split(),
+    ]
+    if not any(Path(args.model).glob("*.safetensors")):
+        flags += ["--load-format", "dummy"]
+    return flags
+
+
+def tier_flags(args: argparse.Namespace, storage: str) -> list[str | int | float]:
+    size: list[str | int | float] = ["--hicache-size", args.hicache_size]
+    if args.small:
+        size = ["--hicache-ratio", 8]
+    config = {"file_storage_path": storage, "prefetch_threshold": args.page_size}
+    return [
+        "--enable-hierarchical-cache",
+        *size,
+        "--hicache-storage-backend",
+        "file",
+        "--hicache-storage-prefetch-policy",
+        "wait_complete",
+        "--hicache-storage-backend-extra-config",
+        json.dumps(config),
+    ]
+
+
+def show(results: dict[str, Any]) -> None:
+    print(f"\n{'tokens':>7} {'tier':>5} {'ms':>9} {'share of cold':>14} {'best':>9} {'worst':>9}")
+    for length, tiers in results["ttft"].items():
+        for name, row in tiers.items():
+            print(
+                f"{length:>7} {name:>5} {row['ms']:9.1f} {row['share']:14.3f} "
+                f"{row['best_ms']:9.1f} {row['worst_ms']:9.1f}"
+            )
+    flush = results["flush"]
+    print(f"flush with backups pending: {flush['median_ms']:.1f} ms, worst {flush['worst_ms']:.1f}")
+    both = results["throughput"]
+    print(
+        f"throughput without hits: {both['on_tokens_per_s']:.0f} tok/s with tiers, "
+        f"{both['off_tokens_per_s']:.0f} without, ratio {both['ratio']:.3f}"
+    )
+
+
+def main() -> None:
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
+        words = shrink(args, Path(temporary)) if args.small else vocab_size(args.model)
+        storage = args.storage_dir or str(Path(temporary) / "l3")
+        flags = server_flags(args)
+        on = Client(
+            stack.enter_context(serve(args.model, *flags, *tier_flags(args, storage))), words, 1
+        )
+        results: dict[str, Any] = {"arguments": vars(args), "ttft": {}}
+        for length in args.lengths:
+            client_args = (on, length, args.page_size, args.pool_tokens, args.rounds)
+            results["ttft"][length] = time_to_first_token(*client_args)
+        results["flush"] = flush_times(on, args.lengths[0], args.flush_cycles)
+        on.flush(timeout_s=120)
+        off = Client(stack.enter_context(serve(args.model, *flags)), words, 2)
+        results["throughput"] = compare_throughput(
+            on,
+            off,
+            lambda client: throughput(client, args.num_requests, args.input_len, args.output_len),
+            args.pairs,
+        )
+    show(results)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""CUDA graphs without CUDA: a capture keeps the function, a replay computes it anew.
+
+Outputs stay at one place and are overwritten by each replay, as those of real graphs are. For tests
+of what surrounds the graphs: static inputs, padding, state that passes from one to the next. What
+may not happen inside a capture is not noticed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from sglang.srt.platforms.cpu import CpuPlatform
+from sglang.srt.speculative import spec_graph_runner
+
+T = TypeVar("T")
+
+
+class EagerGraph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, function: Callable[[], Any], outputs: Any) -> None:
+        self._function = function
+        self._outputs = outputs
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        _overwrite(self._outputs, self._function())
+
+
+def capture(function: Callable[[], T], device: torch.device, pool: Any) -> tuple[EagerGraph, T]:
+    """As `cuda_graph_runner.capture`."""
+    outputs = _clone(function())
+    return EagerGraph(function, outputs), outputs
+
+
+@contextlib.contextmanager
+def _nothing(num_rows: int = 0) -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `SpecGraphRunner` capture on the CPU; copies to the host become copies."""
+    monkeypatch.setattr(spec_graph_runner, "capture", capture)
+    monkeypatch.setattr(spec_graph_runner, "capturing", _nothing)
+    monkeypatch.setattr(spec_graph_runner, "products_of", _nothing)
+    monkeypatch.setattr(CpuPlatform, "to_host_async", lambda self, tensor: tensor.clone())
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: _clone(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return type(value)(**parts)
+    return value
+
+
+def _overwrite(target: Any, source: Any) -> None:
+    if isinstance(target, torch.Tensor):
+        target.copy_(source)
+    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
+        for f in dataclasses.fields(target):
+            _overwrite(getattr(target, f.name), getattr(source, f.name))
