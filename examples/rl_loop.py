@@ -160,7 +160,7 @@ class Learner:
         per_sample = (logprobs * mask[:, 1:]).sum(1) / mask[:, 1:].sum(1).clamp(min=1)
         loss = -(torch.tensor(advantages) * per_sample).mean()
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
         self._optimizer.step()
         return statistics.fmean(sample.reward for sample in samples)

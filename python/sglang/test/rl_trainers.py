@@ -138,7 +138,7 @@ def join_as_rank_zero(port: int, world_size: int, group_name: str) -> dist.Proce
         [],
         c10d.Backend("gloo"),
         c10d.PrefixStore(group_name, store),
-        group_name=group_name,
+        group_name=c10d.GroupName(group_name),
         backend_options=None,
         timeout=timeout,
     )

@@ -9,8 +9,10 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,8 +94,15 @@ def test_a_folder_that_vanishes_and_comes_back(
 
 
 def test_what_is_queued_at_the_end_is_written(
-    model: Path, expected: list[list[int]], tmp_path: Path
+    model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write = HiCacheFile._write
+
+    def write_slowly(*arguments: Any) -> bool:
+        time.sleep(0.004)
+        return write(*arguments)
+
+    monkeypatch.setattr(HiCacheFile, "_write", write_slowly)
     with serve(model, tmp_path) as served:
         for number, tokens in enumerate(expected):
             assert served.answer(prompt(number), 4).tokens == tokens

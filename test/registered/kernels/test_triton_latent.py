@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base import RunnerFacts
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.attention.triton_latent import TritonLatentBackend
@@ -26,6 +27,9 @@ from sglang.srt.layers.attention.triton_ops.paged_attention import Workspace
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_loader.loader import load_model
+from sglang.test.fakes.mini_runner import MiniRunner
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
 HAS_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_CUDA else "cpu"
@@ -299,3 +303,19 @@ def test_kernel_compiles_for_hopper(tmp_path: Path) -> None:
         [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_model_runs_on_the_kernel(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+    config = ModelConfig.from_path(str(folder))
+    model = load_model(config, device=DEVICE, show_progress=False)
+    prompts = [[(7 * i + 3) % 250 for i in range(11)], [5, 6, 7]]
+    outputs = {}
+    for backend in ("triton", "torch_reference"):
+        runner = MiniRunner(model, page_size=4, backend=backend)
+        rows = [runner.new_request() for _ in prompts]
+        runner.extend(rows, prompts)
+        steps = [runner.decode(rows, [9, 8]).next_token_logits]
+        more = runner.extend(rows, [[1, 2], [3]], mode=ForwardMode.DRAFT_EXTEND)
+        outputs[backend] = torch.cat([*steps, more.next_token_logits])
+    torch.testing.assert_close(outputs["triton"], outputs["torch_reference"], atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""The offline engine's methods about weights and memory, with a tiny model on a device of its own."""
+"""The offline engine's methods about weights and memory, with a tiny model."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_memory_is_really_given_back(engine: Engine, models: Models) -> None:
     with pytest.raises(RuntimeError, match="already released"):
         engine.release_memory_occupation(["kv_cache"])
     engine.release_memory_occupation(["weights"])
-    engine.resume_memory_occupation()  # not the graphs', which were never released
+    engine.resume_memory_occupation()
     assert answers(engine) == expected
 
 

@@ -7,6 +7,7 @@ negative control shows what happens where the cache does not learn of the new we
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -43,6 +44,7 @@ register_cpu_ci(est_time=45, suite="rl")
 PAGE = 8
 NUM_NEW_TOKENS = 12
 DELAY_S = 0.4
+LOADER = "sglang.srt.model_executor.model_runner._model_load_weights_direct"
 
 
 def prompt(number: int) -> list[int]:
@@ -88,7 +90,7 @@ class World:
             *("--speculative-draft-model-path", str(self.drafts["old"])),
             *("--speculative-eagle-topk", 1, "--speculative-num-draft-tokens", 4),
             *("--enable-hierarchical-cache", "--hicache-ratio", 2),
-            *("--hicache-storage-backend", "dynamic"),
+            *("--hicache-storage-backend", "dynamic", "--custom-weight-loader", LOADER),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
             *("--hicache-storage-backend-extra-config", config),
             *flags,
@@ -108,6 +110,11 @@ class World:
         """Fused parameters, as the engine names them."""
         named = self.parameters[name]
         return self.push(named, load_format="direct", selector="target", **fields)
+
+    def _by_custom(self, name: str, fields: dict[str, Any]) -> Any:
+        """The same through a function that the command line names."""
+        named = self.parameters[name]
+        return self.push(named, load_format=LOADER, selector="target", **fields)
 
     def _by_bucket(self, name: str, fields: dict[str, Any]) -> Any:
         bucket = FlattenedTensorBucket(named_tensors=self.weights(name))
@@ -200,7 +207,7 @@ def world(shared: World) -> World:
     return shared
 
 
-APIS = ("tensor", "direct", "bucket", "disk", "ipc")
+APIS = ("tensor", "direct", "bucket", "custom", "disk", "ipc")
 
 
 @pytest.mark.parametrize("flush", [True, False])
@@ -260,6 +267,28 @@ def test_a_flush_that_cannot_be_is_refused_before_the_weights_change(world: Worl
     # Its KV is of two versions: none of it may be matched.
     answer = world.ask(0)
     assert answer.cached_tokens == 0 and answer.tokens == world.expected["new"][0]
+
+
+def test_isolation_can_be_given_up(world: World) -> None:
+    """Old KV stays in use after an update without a flush, but never reaches storage."""
+    with world.start("--disable-weight-version-kv-isolation") as scheduler:
+        own = copy.copy(world)
+        own.scheduler = scheduler
+        own.ask(1)
+        scheduler.settle()
+        num_stored = len(list(world.storage.glob("*.bin")))
+        assert own.update("tensor", "new", flush_cache=False).success
+        stale = own.ask(1)
+        assert stale.cached_tokens > 0
+        assert stale.tokens != world.expected["new"][1]
+        own.ask(2)
+        scheduler.settle()
+        assert len(list(world.storage.glob("*.bin"))) == num_stored
+        scheduler.flush()
+        fresh = own.ask(1)
+        assert fresh.tokens == world.expected["new"][1] and fresh.cached_tokens == 0
+        scheduler.settle()
+        assert len(list(world.storage.glob("*.bin"))) > num_stored
 
 
 def test_draft_weights_are_updated_when_they_are_meant(world: World) -> None:

@@ -122,6 +122,9 @@ def test_updates_under_load(mode: str, server: SmallServer, models: Models) -> N
         if mode != "none":
             assert server.post("/continue_generation", json={}).status_code == 200
     answers = clients.finish()
+    # Also in_place without a flush: nothing that an update has left behind may be matched.
+    again = server.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+    assert [answer["output_ids"] for answer in again] == models.expected[name]
     assert len(answers) >= NUM_CLIENTS
     oracle = Oracle(server, payloads)
     for prompt, answer in answers:
@@ -136,6 +139,24 @@ def test_updates_under_load(mode: str, server: SmallServer, models: Models) -> N
     if mode in ("retract", "in_place"):
         assert any(len(answer["meta_info"]["weight_versions"]) > 1 for _, answer in answers)
     oracle.check()
+    if mode == "retract":
+        check_that_the_oracle_sees_a_shift(server, payloads, weights_of, answers)
+
+
+def check_that_the_oracle_sees_a_shift(
+    server: SmallServer,
+    payloads: dict[str, list[str]],
+    weights_of: dict[str, str],
+    answers: list[tuple[list[int], dict[str, Any]]],
+) -> None:
+    """The negative control: spans that begin one token too early are found out."""
+    oracle = Oracle(server, payloads)
+    for prompt, answer in answers:
+        for span in answer["meta_info"]["weight_versions"][1:]:
+            shifted = {**span, "start": span["start"] - 1}
+            oracle.expect(weights_of[span["version"]], prompt, answer["output_ids"], shifted)
+    with pytest.raises(AssertionError):
+        oracle.check()
 
 
 class Oracle:

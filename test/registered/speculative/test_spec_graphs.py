@@ -20,7 +20,7 @@ from sglang.test.fakes.served_scheduler import ServedScheduler
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-register_cpu_ci(est_time=60, suite="speculative")
+register_cpu_ci(est_time=90, suite="speculative")
 
 PROMPTS = [[3 + (i * 11 + j) % 150 for j in range(4 + 5 * i)] for i in range(5)]
 CHAIN = ("--speculative-num-steps", 3, "--speculative-eagle-topk", 1)

@@ -9,20 +9,31 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.entrypoints import http_state
 from sglang.srt.managers.io_struct import (
     InitWeightsUpdateGroupReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateReqOutput,
 )
-from sglang.test.fakes.http_front import HttpFront
+from sglang.test.fakes.http_front import HttpFront, serve_fake
 
 TENSORS = {"serialized_named_tensors": ["AAAA"]}
 GROUP = {"master_address": "127.0.0.1", "master_port": "5000", "rank_offset": 1, "world_size": 2}
 
 
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpFront]:
+    """A server of this file; the application's engine is the one from before afterwards."""
+    before = http_state._state
+    with serve_fake(tmp_path_factory.mktemp("model")) as http:
+        yield http
+    http_state._state = before
+
+
 @pytest.fixture
-def weights(http: HttpFront) -> Iterator[HttpFront]:
+def weights(own_server: HttpFront) -> Iterator[HttpFront]:
+    http = own_server
     state = http.front.manager.weights.state
     kept = (state.version, state.model_path, state.served_model_name)
     yield http
@@ -31,6 +42,8 @@ def weights(http: HttpFront) -> Iterator[HttpFront]:
     http.scheduler.weight_reply = WeightUpdateReqOutput(message="Success")
     state.version, state.model_path, state.served_model_name = kept
     state.is_mixed = False
+    http.scheduler.step_s = 0.0
+    http.scheduler.received.clear()
 
 
 def last(http: HttpFront, kind: type) -> Any:

@@ -43,7 +43,7 @@ def test_writes_reach_table_and_mirror() -> None:
 def test_a_separate_device_table_follows_the_mirror() -> None:
     pool = ReqToTokenPool(3, 8, "meta")
     assert pool.req_to_token is not pool.req_to_token_cpu
-    pool.req_to_token = torch.zeros((3, 8), dtype=torch.int32)  # stands in for a device
+    pool.req_to_token = torch.zeros_like(pool.req_to_token_cpu)  # stands in for a device
     pool.device = torch.device("cpu")
     pool.write(1, 0, torch.tensor([3, 4]))
     pool.write_at(torch.tensor([1, 2]), torch.tensor([2, 5]), torch.tensor([6, 7]))

@@ -37,10 +37,10 @@ def test_a_region_gives_its_pages_back_and_keeps_its_address() -> None:
     assert resident() > full - 4 * MB
 
 
-def make_models() -> tuple[nn.Module, nn.Module]:
+def make_models() -> tuple[nn.ModuleList, nn.ModuleList]:
     """A target, and a draft that borrows its first weight."""
-    target = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
-    draft = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    target = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 3)])
+    draft = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
     draft[0].weight = target[0].weight
     return target, draft
 
@@ -48,7 +48,7 @@ def make_models() -> tuple[nn.Module, nn.Module]:
 def test_weights_move_into_regions_in_place_and_come_back_as_agreed() -> None:
     saver = MemorySaver(enabled=True)
     target, draft = make_models()
-    own = draft[1].weight.detach().clone()
+    own = next(draft[1].parameters()).detach().clone()
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
     saver.adopt_weights(target, keeps_content=False)
     saver.adopt_weights(draft, keeps_content=True)
@@ -84,7 +84,7 @@ def test_kv_buffers_are_zeros_of_the_wanted_form() -> None:
         (["weights"], "release", ["weights", "kv_cache"], "weights is already released"),
         (None, "release", [], "already released"),
         ([], "resume", ["kv_cache"], "kv_cache is not currently released"),
-        (["weights"], "resume", None, "not currently released"),
+        ([], "resume", None, "not currently released"),
         ([], "release", ["everything"], "unknown tag 'everything'"),
     ],
 )
@@ -100,11 +100,19 @@ def test_what_does_not_fit_changes_nothing(
     assert saver.released == before
 
 
+def test_all_means_all_that_there_is_to_do() -> None:
+    saver = MemorySaver(enabled=True)
+    saver.release(["weights"])
+    assert saver.resume(None) == {"weights"}
+    saver.release(["kv_cache"])
+    assert saver.release(None) == {"weights", "cuda_graph"}
+
+
 def test_without_the_flag_nothing_happens() -> None:
     saver = MemorySaver()
     target, _ = make_models()
-    address = target[0].weight.data_ptr()
+    address = next(target.parameters()).data_ptr()
     saver.adopt_weights(target, keeps_content=False)
     assert saver.kv_allocator() is None
     assert saver.release(None) == saver.release(None) == saver.resume(None) == set()
-    assert target[0].weight.data_ptr() == address and saver.may_step
+    assert next(target.parameters()).data_ptr() == address and saver.may_step

@@ -306,6 +306,20 @@ class Req:
         self.host_cached_tokens = 0
         self.cache_protected_len = len(match.device_indices)
 
+    def count_cached_tokens(self, storage_backend: str | None) -> None:
+        """Remember, at the first prefill step, how much of the prompt was cached, and where."""
+        if self.already_counted_cache:
+            return
+        self.already_counted_cache = True
+        self.cached_tokens = len(self.prefix_indices)
+        from_storage = min(self.storage_loaded_tokens, self.host_cached_tokens)
+        self.cached_sources = CachedSources(
+            device=self.cached_tokens - self.host_cached_tokens,
+            host=self.host_cached_tokens - from_storage,
+            storage=from_storage,
+            storage_backend=storage_backend,
+        )
+
     def reset_for_retract(self) -> None:
         """Forget all memory state (already released); the request starts over as a prefill."""
         self.num_retractions += 1

@@ -17,19 +17,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import tp_cpu_group
 from sglang.srt.environ import envs
-from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.control_handlers import make_report_handlers
 from sglang.srt.managers.finish_check import FinishAbort
-from sglang.srt.managers.grammar_manager import GrammarManager
-from sglang.srt.managers.hicache_control import HiCacheControl
 from sglang.srt.managers.hicache_setup import register_draft
-from sglang.srt.managers.invariant_checker import InvariantChecker
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -47,28 +43,20 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
 )
-from sglang.srt.managers.output_streamer import OutputStreamer
-from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
-from sglang.srt.managers.schedule_batch import CachedSources, Req, ReqStatus, ScheduleBatch
+from sglang.srt.managers.request_receiver import ReceivedStep
+from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     AddResult,
-    NewTokenRatio,
     PrefillAdder,
-    PrefillLimits,
-    SchedulePolicy,
 )
-from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
-from sglang.srt.managers.scheduler_reports import SchedulerReports
+from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
-from sglang.srt.managers.tp_worker import BatchWorker, GenerationBatchResult
+from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.platforms import current_platform
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker import DraftModelWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
@@ -79,50 +67,6 @@ TIMEOUT_SCAN_INTERVAL_S = 0.5
 
 # Longest accepted pause before each step (`/slow_down`).
 MAX_SLOW_DOWN_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """The part of the server's arguments that scheduling itself reads."""
-
-    limits: PrefillLimits
-    max_running_requests: int
-    max_queued_requests: int | None
-    enable_priority: bool
-    context_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    weight_version: str
-    stream_interval: int
-    dp_rank: int
-    is_rank_zero: bool
-    enable_overlap: bool
-    # After an update without a flush, cached KV of the old weights is never matched again.
-    isolate_weights: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerParts:
-    """Collaborators, made by `scheduler_process`."""
-
-    receiver: RequestReceiver
-    worker: BatchWorker
-    draft_worker: BaseSpecWorker | None  # `worker` itself where it speculates
-    tree_cache: BasePrefixCache
-    policy: SchedulePolicy
-    grammar_manager: GrammarManager
-    result_processor: BatchResultProcessor
-    streamer: OutputStreamer
-    reports: SchedulerReports
-    profiler: SchedulerProfiler
-    new_token_ratio: NewTokenRatio
-    checker: InvariantChecker
-    hicache_control: HiCacheControl | None  # None without a hierarchical cache
-    send_to_front: Callable[[ControlReqOutput], None]
-    beat: Callable[[], None]  # liveness counter
-    # None where a worker without weights stands in; then there are no weight messages either.
-    weight_updater: WeightUpdater | None = None
-    memory_saver: MemorySaver = field(default_factory=MemorySaver)
 
 
 @dataclass(slots=True)
@@ -367,7 +311,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         admitted = set(map(id, adder.can_run))
         self.waiting_queue = [req for req in self.waiting_queue if id(req) not in admitted]
         batch = self._new_batch(adder.can_run)
-        self._count_cached_tokens(batch.reqs)
+        for req in batch.reqs:
+            req.count_cached_tokens(self.tree_cache.storage_backend_name())
         batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
         batch.prepare_for_extend()
         for req in batch.reqs:
@@ -407,20 +352,6 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             free_rows -= 1
             if req.is_chunked:
                 break
-
-    def _count_cached_tokens(self, reqs: list[Req]) -> None:
-        """Remember, at a request's first prefill step, how much of its prompt was cached."""
-        for req in reqs:
-            if not req.already_counted_cache:
-                req.cached_tokens = len(req.prefix_indices)
-                from_storage = min(req.storage_loaded_tokens, req.host_cached_tokens)
-                req.cached_sources = CachedSources(
-                    device=req.cached_tokens - req.host_cached_tokens,
-                    host=req.host_cached_tokens - from_storage,
-                    storage=from_storage,
-                    storage_backend=self.tree_cache.storage_backend_name(),
-                )
-                req.already_counted_cache = True
 
     def _next_decode_batch(self) -> ScheduleBatch | None:
         batch = self.running_batch

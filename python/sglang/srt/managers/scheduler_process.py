@@ -29,7 +29,8 @@ from sglang.srt.managers.ipc import PullChannel, PushChannel
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import RequestReceiver
 from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig, SchedulerParts
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
 from sglang.srt.managers.spec_setup import kv_dtype, needs_bigram_keys, spec_settings

@@ -132,14 +132,18 @@ class ReqToTokenPool:
         self.req_to_token_cpu[req_pool_idx, start:end] = values
         if self.req_to_token is not self.req_to_token_cpu:
             self.req_to_token[req_pool_idx, start:end].copy_(
-                values.to(torch.int32).pin_memory(), non_blocking=True
+                self._pinned(values.to(torch.int32)), non_blocking=True
             )
+
+    def _pinned(self, values: torch.Tensor) -> torch.Tensor:
+        # From other memory a copy to a GPU makes the host wait.
+        return values.pin_memory() if self.device.type == "cuda" else values
 
     def write_at(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
         """Set one cell per entry, for a whole batch; int64 [n] CPU tensors."""
         self.req_to_token_cpu[rows, columns] = slots.to(torch.int32)
         if self.req_to_token is not self.req_to_token_cpu:
-            pinned = torch.stack((rows, columns, slots)).pin_memory()
+            pinned = self._pinned(torch.stack((rows, columns, slots)))
             packed = pinned.to(self.device, non_blocking=True)
             self.req_to_token[packed[0], packed[1]] = packed[2].to(torch.int32)
 

@@ -182,6 +182,8 @@ class MemorySaver:
             return []
         ordered = [tag for tag in _RESUME_ORDER if tag in wanted]
         wrong = [tag for tag in ordered if is_wrong(tag)]
+        if not tags and len(wrong) < len(ordered):
+            return [tag for tag in ordered if tag not in wrong]  # all that there is to do
         if wrong:
             raise MemoryOccupationError(f"The memory of {', '.join(wrong)} is {fault}.")
         return ordered

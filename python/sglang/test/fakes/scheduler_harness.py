@@ -26,7 +26,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
 from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
-from sglang.srt.managers.scheduler import Scheduler, SchedulerConfig, SchedulerParts
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -82,7 +83,7 @@ class SchedulerHarness:
         scheduler_class: type[Scheduler] = Scheduler,
     ) -> None:
         """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool."""
-        self.worker = worker or FakeModelWorker(
+        self.worker: Any = worker or FakeModelWorker(
             num_slots=num_slots,
             page_size=page_size,
             max_requests=max_requests,

@@ -169,7 +169,12 @@ def _attend(
     scaling: float,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """queries [query_len, H, D], keys and values [seq_len, H_kv, D] -> [query_len, H, D]."""
+    """queries [query_len, H, D], keys and values [seq_len, H_kv, D] -> [query_len, H, D].
+
+    Values may be narrower than keys; the result is as wide as they.
+    """
+    if keys.shape[1] == 1 and values.shape[2] < keys.shape[2]:
+        return _attend_latent(queries, keys, values, scaling, mask)
     out = scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         keys.to(queries.dtype).transpose(0, 1).unsqueeze(0),
@@ -182,6 +187,27 @@ def _attend(
     return out.squeeze(0).transpose(0, 1)
 
 
+def _attend_latent(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """`_attend` for one key of all heads, which are rows of one product: no copy a head."""
+    num_queries, num_heads, _ = queries.shape
+    if mask is None:
+        mask = queries.new_ones((num_queries, keys.shape[0]), dtype=torch.bool).tril()
+    out = scaled_dot_product_attention(
+        queries.reshape(1, num_queries * num_heads, -1),
+        keys.to(queries.dtype).transpose(0, 1),
+        values.to(queries.dtype).transpose(0, 1),
+        attn_mask=mask.repeat_interleave(num_heads, dim=0),
+        scale=scaling,
+    )
+    return out.view(num_queries, num_heads, -1)
+
+
 def _decode(
     queries: torch.Tensor,
     key_buffer: torch.Tensor,
@@ -189,7 +215,7 @@ def _decode(
     layer: RadixAttention,
     metadata: _DecodeMetadata,
 ) -> torch.Tensor:
-    """queries [batch, H, D] -> [batch, H, D]."""
+    """queries [batch, H, D] -> [batch, H, width of a value]."""
     window = layer.sliding_window
     if window not in metadata.masks:
         positions = torch.arange(metadata.slots.shape[1], device=queries.device)
@@ -200,6 +226,16 @@ def _decode(
         metadata.masks[window] = visible[:, None, None, :]
     keys = key_buffer[metadata.slots].to(queries.dtype)  # [batch, longest, H_kv, D]
     values = value_buffer[metadata.slots].to(queries.dtype)
+    if layer.v_head_dim < layer.head_dim and layer.num_kv_heads == 1:
+        # Heads are the rows of one product, as in `_attend_latent`.
+        shared = scaled_dot_product_attention(
+            queries.unsqueeze(1),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=metadata.masks[window],
+            scale=layer.scaling,
+        )
+        return shared.squeeze(1)
     out = scaled_dot_product_attention(
         queries.unsqueeze(2),
         keys.transpose(1, 2),
