@@ -83,12 +83,14 @@ class SchedulerHarness:
         scheduler_class: type[Scheduler] = Scheduler,
     ) -> None:
         """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool."""
-        self.worker: Any = worker or FakeModelWorker(
-            num_slots=num_slots,
-            page_size=page_size,
-            max_requests=max_requests,
-            context_len=context_len,
-        )
+        self.worker: Any = worker
+        if worker is None:
+            self.worker = FakeModelWorker(
+                num_slots=num_slots,
+                page_size=page_size,
+                max_requests=max_requests,
+                context_len=context_len,
+            )
         self.receiver = _ListReceiver()
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.replies: list[ControlReqOutput] = []
