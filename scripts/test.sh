@@ -22,7 +22,7 @@ if [ $# -gt 0 ]; then
 fi
 
 FOLDERS=()
-for folder in python test scripts benchmark; do
+for folder in python test scripts benchmark examples; do
   if [ -d "$folder" ]; then FOLDERS+=("$folder"); fi
 done
 FAILED=()
@@ -36,7 +36,8 @@ check "ruff check" "$PY" -m ruff check "${FOLDERS[@]}"
 check "ruff format" "$PY" -m ruff format --check "${FOLDERS[@]}"
 check "mypy" "$PY" -m mypy "${FOLDERS[@]}"
 check "unit tests" "$PY" -m pytest -n 2 test/unit
-check "registered tests" "$PY" -m pytest test/registered
+# A file is one worker's: its tests share a server.
+check "registered tests" "$PY" -m pytest -n 2 --dist loadfile test/registered
 if [ ${#FAILED[@]} -gt 0 ]; then
   printf '[hispec] failed: %s\n' "${FAILED[@]}" >&2
   exit 1
