@@ -105,3 +105,8 @@ def error_type(status_code: int) -> str:
     except ValueError:
         name = "ClientError" if status_code < 500 else "ServerError"
     return name if name.endswith("Error") else f"{name}Error"
+
+
+def weight_route_error(exc: RequestError) -> Response:
+    """A refusal keeps the keys of a success; an engine that is gone is no refusal."""
+    return native_error(exc) if exc.status_code >= 500 else weight_error(exc.message)

@@ -16,7 +16,7 @@ from sglang.srt.entrypoints.http_body import (
     read_as,
     read_json,
 )
-from sglang.srt.entrypoints.http_errors import json_response, native_error, weight_error
+from sglang.srt.entrypoints.http_errors import json_response, native_error, weight_route_error
 from sglang.srt.entrypoints.http_state import get_manager
 from sglang.srt.entrypoints.http_stream import answers_errors
 from sglang.srt.managers.io_struct import (
@@ -29,18 +29,12 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
     UpdateWeightVersionReqInput,
 )
-from sglang.srt.managers.request_errors import RequestError
 
 router = APIRouter()
 
 
-def _weight_version_error(exc: RequestError) -> Response:
-    """A refusal keeps the keys of a success; an engine that is gone is no refusal."""
-    return native_error(exc) if exc.status_code >= 500 else weight_error(exc.message)
-
-
 native = answers_errors(native_error)
-versions = answers_errors(_weight_version_error)
+versions = answers_errors(weight_route_error)
 GET_POST = ["GET", "POST"]
 
 

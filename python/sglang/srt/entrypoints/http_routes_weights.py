@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from sglang.srt.entrypoints.http_body import BodyError, body_schema, read_as, read_json
-from sglang.srt.entrypoints.http_errors import json_response, native_error, weight_error
+from sglang.srt.entrypoints.http_errors import json_response, native_error, weight_route_error
 from sglang.srt.entrypoints.http_state import get_manager
 from sglang.srt.entrypoints.http_stream import answers_errors
 from sglang.srt.managers.io_struct import (
@@ -27,18 +27,12 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.managers.tokenizer_weights import WeightResult
 
 router = APIRouter()
 
 
-def _error(exc: RequestError) -> Response:
-    """A refusal keeps the keys of a success; an engine that is gone is no refusal."""
-    return native_error(exc) if exc.status_code >= 500 else weight_error(exc.message)
-
-
-weights = answers_errors(_error)
+weights = answers_errors(weight_route_error)
 native = answers_errors(native_error)
 GET_POST = ["GET", "POST"]
 

@@ -154,10 +154,6 @@ class TpModelWorker:
         """The request table and the slot allocator; a draft worker shares both."""
         return self.model_runner.req_to_token_pool, self.model_runner.token_to_kv_pool_allocator
 
-    def extra_pools(self) -> list[Any]:
-        """KV pools beside the target's that a hierarchical cache must carry along: none."""
-        return []
-
     def register_hicache_layer_transfer_counter(self, counter: LayerLoadCounter) -> None:
         """Make forward passes wait, layer by layer, for what ``counter`` says is on its way."""
         self._layer_counter = counter

@@ -92,10 +92,6 @@ class WeightsFingerprint:
             raise RuntimeError("the weights have not been digested yet")
         return self._digest
 
-    def tensor_digests(self) -> dict[str, str]:
-        """Name -> 32 hex digits of this rank's content, sorted by name; tied tensors once."""
-        return {name: entry.digest.hex() for name, entry in self._entries.items()}
-
     def _refresh(self, changed: set[str]) -> str:
         if self._model is None:
             raise RuntimeError("update() before full()")

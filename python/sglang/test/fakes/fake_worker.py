@@ -9,7 +9,6 @@ over the plain token list is the oracle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,9 +64,6 @@ class FakeModelWorker:
 
     def get_memory_pool(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
         return self.req_to_token_pool, self.allocator
-
-    def extra_pools(self) -> list[Any]:
-        return []
 
     def clear_cache_pool(self) -> None:
         return

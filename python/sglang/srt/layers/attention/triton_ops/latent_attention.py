@@ -15,7 +15,11 @@ from sglang.srt.layers.attention.triton_ops.latent_attention_kernel import (
     latent_attention_kernel,
     merge_latent_shares_kernel,
 )
-from sglang.srt.layers.attention.triton_ops.paged_attention import MAX_BATCH_SIZE, Workspace
+from sglang.srt.layers.attention.triton_ops.paged_attention import (
+    MAX_BATCH_SIZE,
+    Workspace,
+    check_new_tokens,
+)
 from sglang.srt.layers.triton_ops.device import num_multiprocessors
 
 MAX_RANK = 512
@@ -147,19 +151,7 @@ def _check(inputs: LatentAttentionInputs) -> None:
             f"rank {rank}, {width - rank} rotated features or batch size {batch_size} exceeds "
             f"{MAX_RANK}, {MAX_ROPE} and {MAX_BATCH_SIZE}"
         )
-    mask = inputs.tree_mask
-    if mask is not None and (
-        mask.dim() != 3
-        or mask.shape[0] != batch_size
-        or batch_size * mask.shape[1] != num_tokens
-        or not mask.is_contiguous()
-    ):
-        raise ValueError(
-            f"a tree mask {tuple(mask.shape)} does not fit {num_tokens} new tokens of "
-            f"{batch_size} requests"
-        )
-    if inputs.query_lens is None and num_tokens != batch_size:
-        raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")
+    check_new_tokens(inputs.tree_mask, inputs.query_lens, num_tokens, batch_size)
     if not queries.is_contiguous() or rows.stride(2) != 1:
         raise ValueError("queries must be contiguous, and the features of a row side by side")
     if inputs.scaling <= 0:

@@ -292,6 +292,24 @@ def _batch_block(batch_size: int) -> int:
     return size
 
 
+def check_new_tokens(
+    mask: torch.Tensor | None, query_lens: torch.Tensor | None, num_tokens: int, batch_size: int
+) -> None:
+    """Raise ValueError where new tokens, their lengths and a tree mask do not fit each other."""
+    if mask is not None and (
+        mask.dim() != 3
+        or mask.shape[0] != batch_size
+        or batch_size * mask.shape[1] != num_tokens
+        or not mask.is_contiguous()
+    ):
+        raise ValueError(
+            f"a tree mask {tuple(mask.shape)} does not fit {num_tokens} new tokens of "
+            f"{batch_size} requests"
+        )
+    if query_lens is None and num_tokens != batch_size:
+        raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")
+
+
 def _check(inputs: PagedAttentionInputs) -> None:
     queries, keys, values = inputs.queries, inputs.keys, inputs.values
     num_tokens, num_heads, head_dim = queries.shape
@@ -306,19 +324,7 @@ def _check(inputs: PagedAttentionInputs) -> None:
             f"head size {head_dim} or batch size {batch_size} exceeds "
             f"{MAX_HEAD_DIM} and {MAX_BATCH_SIZE}"
         )
-    mask = inputs.tree_mask
-    if mask is not None and (
-        mask.dim() != 3
-        or mask.shape[0] != batch_size
-        or batch_size * mask.shape[1] != num_tokens
-        or not mask.is_contiguous()
-    ):
-        raise ValueError(
-            f"a tree mask {tuple(mask.shape)} does not fit {num_tokens} new tokens of "
-            f"{batch_size} requests"
-        )
-    if inputs.query_lens is None and num_tokens != batch_size:
-        raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")
+    check_new_tokens(inputs.tree_mask, inputs.query_lens, num_tokens, batch_size)
     tensors = [("queries", queries), ("keys", keys), ("values", values)]
     if inputs.new is not None:
         if inputs.query_lens is not None:
