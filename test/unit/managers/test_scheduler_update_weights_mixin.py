@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
-    WeightUpdateReqInput,
+    UpdateWeightFromDiskReqInput,
 )
 from sglang.srt.managers.scheduler_update_weights_mixin import (
     SchedulerUpdateWeightsMixin,
@@ -54,6 +54,8 @@ class FakeHost:
         self.weight_updater = FakeUpdater(self.log)
         self.memory_saver = MemorySaver(enabled=True)
         self.tree_cache = self
+        self.reports = self
+        self.timed: list[str] = []
         self.busy = busy
         self.flushes = True
         self.version = "0"
@@ -61,6 +63,10 @@ class FakeHost:
     def settle_requests(self, abort_all: bool) -> str | None:
         self.log.append("abort" if abort_all else "settle")
         return self.busy
+
+    def on_weight_update(self, source: str, elapsed_s: float) -> None:
+        assert elapsed_s >= 0
+        self.timed.append(source)
 
     def prepare_weights_update(self) -> None:
         self.log.append("prepare")
@@ -91,7 +97,7 @@ def update(host: FakeHost, *, success: bool = True, writes: bool = True, **field
 
     return apply_weight_update(
         cast(WeightUpdateHost, host),
-        WeightUpdateReqInput(**fields),
+        UpdateWeightFromDiskReqInput(model_path="new", **fields),
         load,
         discard=lambda: host.log.append("discard"),
     )
@@ -102,6 +108,7 @@ def test_with_a_flush() -> None:
     reply = update(host, weight_version="7", abort_all_requests=True)
     assert host.log == ["abort", "prepare", "load", "flush", "stamp", "barrier"]
     assert reply.success and reply.message == "Done. Weight version updated to 7."
+    assert host.timed == ["disk"]
 
 
 def test_without_a_flush_old_kv_is_isolated() -> None:

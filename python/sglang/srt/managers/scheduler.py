@@ -319,6 +319,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             if req.status is ReqStatus.WAITING:
                 req.set_status(ReqStatus.PREFILL)
                 req.forward_entry_time = self._now
+                self.reports.on_admission(self._now - req.queue_entry_time)
         self.reports.on_prefill(batch, adder, self._counts())
         return batch
 

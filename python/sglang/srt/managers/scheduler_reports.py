@@ -67,6 +67,16 @@ class SchedulerReports:
 
     # -- events ---------------------------------------------------------------------------------
 
+    def on_admission(self, waited_s: float) -> None:
+        """A request left the waiting queue for its first prefill step."""
+        if self.metrics is not None:
+            self.metrics.observe_queue_time(max(waited_s, 0.0))
+
+    def on_weight_update(self, source: str, elapsed_s: float) -> None:
+        """Weights were loaded. `source`: disk, distributed, tensor or ipc."""
+        if self.metrics is not None:
+            self.metrics.observe_weight_load(source, elapsed_s)
+
     def on_prefill(
         self, batch: ScheduleBatch, adder: PrefillAdder, counts: tuple[int, int]
     ) -> None:

@@ -9,6 +9,7 @@ Scheduler thread only; every rank handles the same messages in the same order.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ from sglang.srt.managers.io_struct import (
     WeightUpdateReqInput,
     WeightUpdateReqOutput,
 )
+from sglang.srt.managers.scheduler_reports import SchedulerReports
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.weight_updater import WeightUpdater, WeightUpdateResult
@@ -46,6 +48,14 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.utils.liveness import keep_beating
 
 logger = logging.getLogger(__name__)
+
+# Label of the metrics by message.
+_SOURCES: dict[type[WeightUpdateReqInput], str] = {
+    UpdateWeightFromDiskReqInput: "disk",
+    UpdateWeightsFromDistributedReqInput: "distributed",
+    UpdateWeightsFromTensorReqInput: "tensor",
+    UpdateWeightsFromIPCReqInput: "ipc",
+}
 
 Handler = Callable[[Any], ControlReqOutput]
 
@@ -55,6 +65,7 @@ class WeightUpdateHost(Protocol):
 
     tree_cache: BasePrefixCache
     memory_saver: MemorySaver
+    reports: SchedulerReports
     # Tells the watchdog that the loop is alive.
     beat: Callable[[], None]
 
@@ -108,7 +119,9 @@ def apply_weight_update(
         )
     before = updater.kv_fingerprint()
     host.tree_cache.prepare_weights_update()
+    start = time.perf_counter()
     result = load()
+    host.reports.on_weight_update(_SOURCES[type(recv)], time.perf_counter() - start)
     is_changed = updater.kv_fingerprint() != before
     if recv.flush_cache and (result.success or is_changed):
         if not host.flush_cache():
