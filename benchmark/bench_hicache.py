@@ -181,7 +181,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny random model, a self-test")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--pool-tokens", type=int, default=40960, help="device pool")
+    parser.add_argument("--pool-tokens", type=int, default=57344, help="device pool")
     parser.add_argument("--hicache-size", type=int, default=32, help="host pool, GB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--flush-cycles", type=int, default=20)
@@ -190,6 +190,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--storage-dir", help="default: a temporary folder")
+    parser.add_argument("--storage-size", default="100GB", help="most bytes in it")
     parser.add_argument("--flags", default="", help="further flags of the servers")
     parser.add_argument("--json", help="file for the figures")
     return parser.parse_args()
@@ -231,6 +232,8 @@ def tier_flags(args: argparse.Namespace, storage: str) -> list[str | int | float
     if args.small:
         size = ["--hicache-ratio", 8]
     config = {"file_storage_path": storage, "prefetch_threshold": args.page_size}
+    if not args.small:
+        config["max_size"] = args.storage_size
     return [
         "--enable-hierarchical-cache",
         *size,

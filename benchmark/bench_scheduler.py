@@ -43,7 +43,11 @@ class NullRunner:
             slots, page_size, torch.float32, "cpu", None
         )
         self.token_to_kv_pool = None
+        self.last_token_ids = torch.zeros(num_requests + 1, dtype=torch.int64)
         self.model_config = SimpleNamespace()
+
+    def stage_decode(self, step: Any) -> None:
+        return None
 
     def forward(self, forward_batch: Any) -> LogitsProcessorOutput:
         return LogitsProcessorOutput(next_token_logits=torch.empty(0))

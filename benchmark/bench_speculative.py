@@ -84,6 +84,8 @@ def server_flags(args: argparse.Namespace) -> list[str | int | float]:
         *("--max-total-tokens", max(args.batch) * (args.input_len + 2 * args.output_len + 64)),
         *("--load-format", args.load_format, "--cuda-graph-bs", *args.batch),
     ]
+    if not args.texts:
+        flags += ["--skip-tokenizer-init"]
     if args.side == "speculative":
         flags += [
             *("--speculative-algorithm", args.algorithm),

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
+from sglang.srt.platforms import init_platform
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWorker
 from sglang.srt.speculative.eagle_worker import DraftModelWorker
 from sglang.srt.speculative.spec_info import DraftShape, SpeculativeAlgorithm
@@ -213,7 +214,10 @@ class SpecWorkerCache:
 
 
 def _make_worker(model: str, options: RigOptions) -> tuple[BaseSpecWorker, SpecSettings]:
-    config = ModelConfig.from_path(model, dtype="float32", device="cpu", context_length=2048)
+    platform = init_platform("cuda" if torch.cuda.is_available() else "cpu")
+    config = ModelConfig.from_path(
+        model, dtype="float32", device=platform.name, context_length=2048
+    )
     settings = SpecSettings(
         algorithm=SpeculativeAlgorithm.from_string(options.algorithm),
         shape=DraftShape(
@@ -228,14 +232,16 @@ def _make_worker(model: str, options: RigOptions) -> tuple[BaseSpecWorker, SpecS
     plan = plan_draft(settings, config, torch.float32)
     runner_config = RunnerConfig(
         load_format="auto",
-        attention_backend="torch_native",
+        attention_backend=platform.default_attention_backend
+        if platform.graph_capture_supported
+        else "torch_native",
         page_size=options.page_size,
         mem_fraction_static=None,
         max_total_tokens=options.max_total_tokens,
         max_running_requests=8,
         kv_cache_dtype="auto",
         random_seed=1,
-        use_decode_runner=False,
+        use_decode_runner=platform.graph_capture_supported,
         draft_token_bytes=plan.token_bytes if plan is not None else 0,
         draft_positions=draft_positions(settings),
     )
@@ -324,7 +330,7 @@ class SpecCacheRig:
         self._num_asked += 1
         rid = f"r{self._num_asked}"
         self.harness.generate(rid, prompt, num_tokens, ignore_eos=True)
-        self.harness.run_until_idle(200_000)
+        self.harness.run_until_idle(20_000_000)
         self.settle()
         last = self.harness.outputs[rid][-1]
         first = self.harness.outputs[rid][0]
@@ -361,7 +367,7 @@ class SpecCacheRig:
         match = tree.match_prefix(MatchPrefixParams(key=tree.make_key(list(prompt[:-1]))))
         slots = match.device_indices
         return {
-            name: torch.stack([buffer[:, slots] for buffer in pool.buffers()], dim=1)
+            name: torch.stack([buffer[:, slots] for buffer in pool.buffers()], dim=1).cpu()
             for name, pool in kv_pools(self.worker).items()
         }
 
@@ -386,3 +392,4 @@ class SpecCacheRig:
     def close(self) -> None:
         """Stop threads, give the host memory back."""
         self.harness.tree.shutdown()
+        self.controller.host_pools.destroy()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.hicache_spec_storage_common import (
     ACCEPT_RATIO,
     LONG_UNIT,
@@ -36,6 +36,7 @@ from sglang.test.hicache_spec_storage_common import (
 from sglang.test.test_utils import SMALL_EAGLE3_DRAFT
 
 register_cpu_ci(est_time=180, suite="hicache")
+register_cuda_ci(est_time=180, suite="hicache")
 
 EAGLE3_FLAGS = (
     "--speculative-algorithm",
@@ -242,7 +243,9 @@ def test_a_lost_draft_page_is_never_replaced_by_old_bytes(
         assert answer.output_ids == cold.output_ids
         if policy == "clamp":
             assert answer.cached["storage"] == lost * PAGE_SIZE
-            assert torch.equal(restored, kv), "computed again from the lost page on"
+            assert torch.equal(restored[:, :, : gone.start], kv[:, :, : gone.start])
+            # Computed again in another piece, which on a GPU adds up in another order.
+            torch.testing.assert_close(restored, kv, rtol=1e-3, atol=1e-3)
             assert answer.accept_length == cold.accept_length
         else:
             assert answer.cached["storage"] >= MIN_STORAGE_TOKENS

@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang.srt.layers.dispatch import ExpertWeights, KVDestination, TorchOps, select_ops
+from sglang.srt.layers.triton_ops import cuda_ops
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
 from sglang.srt.layers.triton_ops.moe import plan_experts
+from sglang.srt.layers.triton_ops.skinny import is_worthwhile, skinny
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 
 HAS_CUDA = torch.cuda.is_available()
@@ -193,6 +195,37 @@ def test_wide_linear_is_not_rounded() -> None:
     exact = x.double() @ weight.double().T
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), exact, rtol=1e-4, atol=5e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("shape", [(33, 300), (96, 1040), (2060, 40)])
+def test_product_of_a_few_rows(
+    shape: tuple[int, int], num_rows: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Each block size; ends that are no multiple of it; rows with a distance."""
+    x = randn(num_rows, 2 * shape[1], dtype=dtype)[:, : shape[1]] / shape[1] ** 0.5
+    weight = randn(*shape, dtype=dtype)
+    bias = randn(shape[0], dtype=dtype) if with_bias else None
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    rounding = torch.finfo(dtype).eps
+    # The matrix units shorten float32 to 11 bits.
+    sum_error = 1e-3 if dtype is torch.float32 and HAS_CUDA else 1e-5
+    got = skinny(x, weight, bias)
+    torch.testing.assert_close(got.double(), exact, rtol=2 * rounding, atol=sum_error)
+    wide = skinny(x, weight, bias, torch.float32)
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=sum_error)
+
+
+def test_few_rows_of_small_weights_take_the_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cuda_ops, "skinny", lambda x, *_: calls.append(x.shape[0]))
+    weight = randn(64, 32, dtype=torch.float16)
+    for num_rows in (2, 16, 17):
+        OURS.linear(randn(num_rows, 32, dtype=torch.float16), weight, None)
+    assert calls == [2, 16]
+    assert not is_worthwhile(4, 6144, 4096), "the library splits wide rows"
 
 
 def test_linear_of_one_row_of_a_padded_weight() -> None:

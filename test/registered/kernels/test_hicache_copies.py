@@ -57,6 +57,21 @@ class Rig:
         )
         self.controller.set_draft_kv_pool(self.draft, hosts[1])
 
+    def compile_kernels(self) -> None:
+        """Copy some pages each way, so that no test waits for a compiler."""
+        slots = self.allocator.alloc(8 * PAGE)
+        assert slots is not None
+        host = self.controller.write(slots, node_id=0)
+        assert host is not None
+        self.controller.start_writing()
+        self.controller.take_write_acks(1)
+        loaded = self.controller.load(host, node_id=0)
+        assert loaded is not None
+        self.controller.start_loading()
+        self.controller.take_load_acks(1)
+        self.allocator.free(torch.cat((slots, loaded)))
+        self.controller.mem_pool_host.free(host)
+
     @staticmethod
     def _device_pool(layers: int) -> MHATokenToKVPool:
         return MHATokenToKVPool(
@@ -72,17 +87,20 @@ class Rig:
     def slow_forward(self, slots: torch.Tensor, value: float) -> None:
         """Write ``value + layer`` to the slots, on the forward stream, some time from now."""
         on_device = slots.cuda()
+        on_device.record_stream(self.forward_stream)
         with torch.cuda.stream(self.forward_stream):
             self.forward_stream.wait_stream(torch.cuda.default_stream())
             torch.cuda._sleep(BUSY_CYCLES)
             for pool in (self.kv, self.draft):
                 for layer in range(pool.layer_num):
-                    pool.k_buffer[layer][on_device] = value + layer
-                    pool.v_buffer[layer][on_device] = -value - layer
+                    # Not by indexing, which would wait for the stream.
+                    pool.k_buffer[layer].index_fill_(0, on_device, value + layer)
+                    pool.v_buffer[layer].index_fill_(0, on_device, -value - layer)
 
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """What a forward sees that starts now: K of each layer of both pools, on the device."""
         on_device = slots.cuda()
+        on_device.record_stream(self.forward_stream)
         with torch.cuda.stream(self.forward_stream):
             self.forward_stream.wait_stream(torch.cuda.default_stream())
             return [
@@ -101,6 +119,7 @@ def expect(seen: list[torch.Tensor], value: float) -> None:
 @pytest.fixture(params=[(layout, io) for layout in LAYOUTS for io in ("kernel", "direct")])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig = Rig(*request.param)
+    rig.compile_kernels()
     yield rig
     torch.cuda.synchronize()
     rig.controller.shutdown()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.dispatch import checked_argmax
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor import cuda_graph_runner
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -39,8 +38,7 @@ class EagerGraph:
         batch = self._owner._static_batch(self._size)
         batch.seq_lens_cpu = batch.seq_lens.tolist()
         # New tensors: a copy to the host is none on a CPU, and must not see the next step.
-        self.entry.logits = self._owner._forward(batch)
-        self.entry.token_ids, self.entry.unusable_rows = checked_argmax(self.entry.logits)
+        self.entry.logits, self.entry.report = self._owner._step(batch)
 
 
 def capture(self: CudaGraphRunner, size: int, pool: None) -> cuda_graph_runner._Graph:
@@ -49,8 +47,7 @@ def capture(self: CudaGraphRunner, size: int, pool: None) -> cuda_graph_runner._
     graph.entry = cuda_graph_runner._Graph(
         graph=cast(Any, graph),
         logits=torch.zeros(size, vocab_size),
-        token_ids=torch.zeros(size, dtype=torch.int64),
-        unusable_rows=torch.zeros(size, dtype=torch.bool),
+        report=torch.zeros(2, size, dtype=torch.int64),
     )
     return graph.entry
 

@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 
-from sglang.srt.speculative.acceptance import accept_tree
+from sglang.srt.speculative.acceptance import accept_chain, accept_simulated, accept_tree
 from sglang.srt.speculative.eagle_info import NO_NODE, DraftFrontier, DraftTree
 from sglang.srt.speculative.eagle_utils import (
     chain_tree,
     compact,
+    compact_chain,
     extend_after_verify,
     extend_paths,
     organize_draft_results,
@@ -181,6 +182,20 @@ def test_compaction_moves_the_accepted_path_to_the_front() -> None:
     assert extend.positions.view(2, 3)[0].tolist() == [20, 21, 22]
     assert extend.last_rows.tolist() == [2, 3]
     assert extend.committed_lens.tolist() == [23, 9]
+
+
+@pytest.mark.parametrize(("w", "d"), [(5, 5), (5, 3), (1, 1)])
+def test_chains_are_compacted_like_trees_and_cheaper(w: int, d: int) -> None:
+    ids = torch.arange(3 * w).view(3, w)
+    targets = torch.where(torch.arange(w) < torch.tensor([[0], [1], [w]]), ids + 1, -5)
+    simulated = torch.tensor([0, min(1, d - 1), d - 1])
+    for accept in (accept_chain(ids, targets), accept_simulated(ids, targets, simulated, d)):
+        own = accept.accept_index.shape[1]
+        slots = torch.randperm(3 * w) + 100
+        general, chain = compact(accept, slots, w), compact_chain(slots, w, own)
+        for name in ("rows", "from_slots", "to_slots"):
+            assert torch.equal(getattr(general, name), getattr(chain, name)), name
+        assert chain.is_all_rows == (own == w)
 
 
 @pytest.mark.parametrize("seed", range(5))

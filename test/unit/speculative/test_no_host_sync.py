@@ -20,6 +20,7 @@ from sglang.srt.speculative.eagle_info import AcceptResult, DraftTree
 from sglang.srt.speculative.eagle_utils import (
     chain_tree,
     compact,
+    compact_chain,
     extend_after_verify,
     extend_paths,
     organize_draft_results,
@@ -28,6 +29,8 @@ from sglang.srt.speculative.eagle_utils import (
     tree_positions,
 )
 from sglang.srt.speculative.tree_attention import branch_visibility
+
+pytestmark = pytest.mark.usefixtures("own_fixed_tensors")
 
 B, K, W, V, D = 3, 2, 5, 7, 4
 
@@ -69,6 +72,8 @@ def test_chains_are_accepted_without_their_values() -> None:
         ids = torch.zeros(B, W, dtype=torch.int64)
         assert chain_tree(ids).is_ancestor.shape == (B, W, W)
         check_after(accept_chain(ids, ids), W)
+        chain = compact_chain(torch.zeros(B * W, dtype=torch.int64), W, D)
+        assert chain.rows.shape == chain.to_slots.shape == (B, D)
         check_after(accept_simulated(ids, ids, torch.zeros(B, dtype=torch.int64), D), D)
         seeds = torch.zeros(B, dtype=torch.int64)
         is_seeded = torch.zeros(B, dtype=torch.bool)

@@ -22,7 +22,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import resolve_model_class
-from sglang.srt.speculative import base_spec_worker
+from sglang.srt.speculative import base_spec_worker, draft_runner
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule
 from sglang.srt.speculative.draft_runner import (
     DraftedRows,
@@ -36,6 +36,8 @@ from sglang.srt.speculative.spec_info import DraftShape
 from sglang.test.fakes.eager_graphs import use_eager_graphs
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("own_fixed_tensors")
 
 ROWS, CONTEXT = 6, 64
 CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
@@ -95,6 +97,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     platforms.init_platform("cpu")
     use_eager_graphs(monkeypatch)
     monkeypatch.setattr(base_spec_worker, "checked_argmax", TorchOps().checked_argmax)
+    monkeypatch.setattr(draft_runner, "argmax", TorchOps().argmax)
     yield
 
 

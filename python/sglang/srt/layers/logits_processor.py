@@ -51,6 +51,8 @@ class LogitsProcessorOutput:
     # int64 [b]: the largest logit of each row, where the step found it on the way (captured ones);
     # `unusable_rows` belongs to it. Both are valid as long as the logits are.
     greedy_token_ids: torch.Tensor | None = None
+    # int64 [2, b or more], where both are parts of it: one copy brings them to the host.
+    greedy_report: torch.Tensor | None = None
 
     # Filled by the sampler after it has drawn the tokens.
     next_token_logprobs: torch.Tensor | None = None  # float32 [b]
@@ -58,7 +60,7 @@ class LogitsProcessorOutput:
     next_token_top_logprobs_idx: list[list[int]] | None = None
     next_token_token_ids_logprobs_val: list[list[float]] | None = None
     next_token_token_ids_logprobs_idx: list[list[int]] | None = None
-    # bool [b]: rows with NaN or +inf; None where nobody found out on the way.
+    # [b], 0 or false: all is well; else the row holds NaN or +inf. None: nobody found out.
     unusable_rows: torch.Tensor | None = None
 
 

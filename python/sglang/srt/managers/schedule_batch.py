@@ -554,7 +554,8 @@ class ScheduleBatch:
     def prepare_for_decode(self) -> None:
         """Give every request the slot of the token it sampled last.
 
-        Raises RuntimeError when the slots are missing: `has_decode_memory` comes first.
+        Of the request table only the mirror is written; the worker writes the device's with the
+        step. Raises RuntimeError when the slots are missing: `has_decode_memory` comes first.
         """
         self.forward_mode = ForwardMode.DECODE
         if self.step_shape.num_slots > 1:
@@ -568,7 +569,7 @@ class ScheduleBatch:
         slots = allocator.alloc_decode(self.seq_lens, last_locs)
         if slots is None:
             raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests")
-        self.req_to_token_pool.write_at(torch.from_numpy(rows), torch.from_numpy(old_lens), slots)
+        self.req_to_token_pool.write_mirror(rows, old_lens, slots.numpy())
         self.out_cache_loc = slots
         for req in self.reqs:
             req.kv_allocated_len += 1

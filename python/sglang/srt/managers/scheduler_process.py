@@ -83,6 +83,8 @@ def run_scheduler_process(
     ready.load_time_s = time.perf_counter() - start
     pipe_writer.send(ready)
     pipe_writer.close()
+    # Modules and model live as long as the process: collections need not look at them.
+    scheduler.reports.freeze_gc()
     scheduler.run()
     scheduler.tree_cache.shutdown()
     logger.info("Scheduler stopped")

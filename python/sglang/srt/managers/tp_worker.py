@@ -56,7 +56,9 @@ class GenerationBatchResult:
     next_token_ids: torch.Tensor
     logits_output: LogitsProcessorOutput
     accept_lens: torch.Tensor | None = None  # int64 [b] on the device; None: one token each
-    nan_rows: torch.Tensor | None = None  # bool [b]
+    nan_rows: torch.Tensor | None = None  # [b], not 0 or false: it has NaN
+    # int64 [2, b or more], where `next_token_ids` and `nan_rows` are parts of it.
+    report: torch.Tensor | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
 
     @property
@@ -67,12 +69,20 @@ class GenerationBatchResult:
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
         platform = current_platform()
+        if self.report is not None:
+            num_reqs = len(self.next_token_ids)
+            self.next_token_ids, self.nan_rows = platform.to_host_async(self.report)[:, :num_reqs]
+            self._record_copy()
+            return
         self.next_token_ids = platform.to_host_async(self.next_token_ids)
         if self.accept_lens is not None:
             self.accept_lens = platform.to_host_async(self.accept_lens)
         if self.nan_rows is not None:
             self.nan_rows = platform.to_host_async(self.nan_rows)
-        self.copy_done = platform.event()
+        self._record_copy()
+
+    def _record_copy(self) -> None:
+        self.copy_done = current_platform().event()
         self.copy_done.record()
 
     def resolve(self) -> ResolvedTokens:
@@ -87,7 +97,7 @@ class GenerationBatchResult:
         return ResolvedTokens(
             next_token_ids=tokens,
             accept_lens=accept_lens,
-            nan_rows=nan_rows if nan_rows is not None and any(nan_rows) else None,
+            nan_rows=list(map(bool, nan_rows)) if nan_rows is not None and any(nan_rows) else None,
         )
 
 
@@ -123,12 +133,7 @@ class BatchWorker(Protocol):
 
 
 class TpModelWorker:
-    """Runs the target model of one rank. Implements the `BatchWorker` interface.
-
-    `last_token_ids` int64 [rows of the request table] holds on the device the token that each
-    request sampled last: written after sampling, read as the input of its next decode step, so
-    decode never waits for the host.
-    """
+    """Runs the target model of one rank. Implements the `BatchWorker` interface."""
 
     # One token a step; speculative workers have more.
     step_shape = StepShape()
@@ -137,9 +142,11 @@ class TpModelWorker:
         self.model_runner = model_runner
         self.device = model_runner.device
         self._layer_counter: LayerLoadCounter | None = None
-        self.last_token_ids = torch.zeros(
-            model_runner.req_to_token_pool.num_rows, dtype=torch.int64, device=self.device
-        )
+
+    @property
+    def last_token_ids(self) -> torch.Tensor:
+        """int64 [rows of the request table], on the device: what each request sampled last."""
+        return self.model_runner.last_token_ids
 
     @property
     def target_runner(self) -> ModelRunner:
@@ -173,11 +180,14 @@ class TpModelWorker:
         self.set_hicache_consumer(batch.hicache_consumer_index)
         logits_output = self.model_runner.forward(forward_batch)
         next_token_ids = self.model_runner.sample(logits_output, forward_batch)
-        self.last_token_ids.index_copy_(0, forward_batch.req_pool_indices, next_token_ids)
+        is_noted = next_token_ids is logits_output.greedy_token_ids
+        if not is_noted:
+            self.last_token_ids.index_copy_(0, forward_batch.req_pool_indices, next_token_ids)
         result = GenerationBatchResult(
             next_token_ids=next_token_ids,
             logits_output=logits_output,
             nan_rows=self.model_runner.nan_rows(logits_output),
+            report=logits_output.greedy_report if is_noted else None,
         )
         result.start_copy()
         return result
@@ -188,7 +198,6 @@ class TpModelWorker:
         common: dict[str, Any] = {
             "forward_mode": batch.forward_mode,
             "batch_size": len(batch),
-            "seq_lens_cpu": batch.seq_lens.tolist(),
             "req_to_token_pool": runner.req_to_token_pool,
             "token_to_kv_pool": runner.token_to_kv_pool,
             "sampling_info": batch.sampling_info,
@@ -197,25 +206,7 @@ class TpModelWorker:
             "capture_hidden_mode": self._capture_mode(batch),
         }
         if batch.forward_mode is ForwardMode.DECODE:
-            # In one piece: every copy to the device costs the host as much as a small kernel.
-            step = np.stack(
-                (
-                    batch.req_pool_indices,
-                    batch.seq_lens,
-                    batch.seq_lens - 1,
-                    batch.out_cache_loc.numpy(),
-                )
-            )
-            packed = current_platform().to_device_async(torch.from_numpy(step))
-            req_pool_indices, seq_lens, positions, out_cache_loc = packed.unbind(0)
-            return ForwardBatch(
-                input_ids=self.last_token_ids.index_select(0, req_pool_indices),
-                positions=positions,
-                req_pool_indices=req_pool_indices,
-                seq_lens=seq_lens,
-                out_cache_loc=out_cache_loc,
-                **common,
-            )
+            return self._build_decode_batch(batch, common)
         prefix, extend = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         starts = np.repeat(prefix - (np.cumsum(extend) - extend), extend)
         positions = np.arange(int(extend.sum()), dtype=np.int64) + starts
@@ -230,6 +221,37 @@ class TpModelWorker:
             extend_prefix_lens=self._to_device(prefix),
             extend_seq_lens_cpu=batch.extend_lens,
             extend_prefix_lens_cpu=batch.prefix_lens,
+            seq_lens_cpu=batch.seq_lens.tolist(),
+            **common,
+        )
+
+    def _build_decode_batch(self, batch: ScheduleBatch, common: dict[str, Any]) -> ForwardBatch:
+        # In one piece: every copy to the device costs the host as much as a small kernel.
+        step = np.stack((batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc.numpy()))
+        if common["capture_hidden_mode"] is CaptureHiddenMode.NULL:
+            staged = self.model_runner.stage_decode(step)
+            if staged is not None:
+                return ForwardBatch(
+                    input_ids=staged.input_ids,
+                    positions=staged.positions,
+                    req_pool_indices=staged.req_pool_indices,
+                    seq_lens=staged.seq_lens,
+                    seq_lens_cpu=[],
+                    out_cache_loc=staged.out_cache_loc,
+                    is_staged=True,
+                    **common,
+                )
+        packed = current_platform().to_device_async(torch.from_numpy(step))
+        req_pool_indices, seq_lens, out_cache_loc = packed.unbind(0)
+        positions = seq_lens - 1
+        self.model_runner.req_to_token_pool.write_device(req_pool_indices, positions, out_cache_loc)
+        return ForwardBatch(
+            input_ids=self.last_token_ids.index_select(0, req_pool_indices),
+            positions=positions,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            seq_lens_cpu=batch.seq_lens.tolist(),
+            out_cache_loc=out_cache_loc,
             **common,
         )
 

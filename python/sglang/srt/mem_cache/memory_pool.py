@@ -141,11 +141,19 @@ class ReqToTokenPool:
 
     def write_at(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
         """Set one cell per entry, for a whole batch; int64 [n] CPU tensors."""
-        self.req_to_token_cpu[rows, columns] = slots.to(torch.int32)
+        self.write_mirror(rows.numpy(), columns.numpy(), slots.numpy())
         if self.req_to_token is not self.req_to_token_cpu:
             pinned = self._pinned(torch.stack((rows, columns, slots)))
-            packed = pinned.to(self.device, non_blocking=True)
-            self.req_to_token[packed[0], packed[1]] = packed[2].to(torch.int32)
+            self.write_device(*pinned.to(self.device, non_blocking=True).unbind(0))
+
+    def write_mirror(self, rows: np.ndarray, columns: np.ndarray, slots: np.ndarray) -> None:
+        """Set one cell per entry of the mirror, int64 [n] each; `write_device` must follow."""
+        self.req_to_token_cpu.numpy()[rows, columns] = slots
+
+    def write_device(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set one cell per entry of the device's table, int64 [n] there. Can be captured."""
+        if self.req_to_token is not self.req_to_token_cpu:
+            self.req_to_token[rows, columns] = slots.to(torch.int32)
 
     def read(self, req_pool_idx: int, start: int, end: int) -> torch.Tensor:
         """Return the slots of columns [start, end) as a new int64 CPU tensor."""

@@ -12,6 +12,7 @@ import logging
 import time
 from typing import Literal, cast
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.cpu import ops
@@ -29,7 +30,7 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.decode_runner import is_plain_decode
+from sglang.srt.model_executor.decode_runner import StagedStep, is_plain_decode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.llama import GatedMLP, LlamaDecoderLayer, LlamaForCausalLM
@@ -97,6 +98,10 @@ class CpuDecodeRunner:
             self._weight_format,
             time.perf_counter() - start,
         )
+
+    def stage(self, step: np.ndarray) -> StagedStep | None:
+        """Nothing to stage: inputs are read where they are."""
+        return None
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Plain decode of as many requests as the own products are faster for than torch's."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -23,9 +24,10 @@ from sglang.srt.layers.attention.base import AttentionBackend
 from sglang.srt.layers.dispatch import checked_argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-from sglang.srt.model_executor.decode_runner import is_plain_decode
+from sglang.srt.model_executor.decode_runner import StagedStep
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import use_attention_backend
+from sglang.srt.platforms import current_platform
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +36,11 @@ T = TypeVar("T")
 # cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
 # pays once; steps that are not captured keep the default.
 _MAX_LT_SIZE = 128
-# Padding requests read one token of some row and write to the dummy page: harmless and cheap.
+# Padding requests read one token and write to the dummy page: harmless and cheap.
 _PADDING_SEQ_LEN = 1
 _PADDING_SLOT = 0
+# Host buffers that inputs are copied from: this step's, the one's on the device, and spare ones.
+_NUM_HOST_BUFFERS = 4
 
 
 class GraphableRunner(Protocol):
@@ -53,6 +57,9 @@ class GraphableRunner(Protocol):
 
     @property
     def token_to_kv_pool(self) -> KVCache: ...
+
+    @property
+    def last_token_ids(self) -> torch.Tensor: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -75,8 +82,50 @@ class _Graph:
     graph: ReplayableGraph
     # Overwritten by each replay.
     logits: torch.Tensor  # float32 [size, V]
-    token_ids: torch.Tensor  # int64 [size]: places of the largest
-    unusable_rows: torch.Tensor  # bool [size]: they hold NaN or +inf
+    report: torch.Tensor  # int64 [2, size]: places of the largest; 1 where a row has NaN or +inf
+
+
+class _StaticInputs:
+    """What captured steps read: one packed tensor a size, filled by one copy from the host."""
+
+    def __init__(self, max_size: int, padding_row: int, device: torch.device) -> None:
+        platform = current_platform()
+        self._padding = np.array([[padding_row], [_PADDING_SEQ_LEN], [_PADDING_SLOT]])
+        host = torch.from_numpy(np.repeat(self._padding, max_size, axis=1).reshape(-1))
+        self._hosts = [platform.pin(host.clone()) for _ in range(_NUM_HOST_BUFFERS)]
+        self._copied = [platform.event() for _ in range(_NUM_HOST_BUFFERS)]
+        self._next = 0
+        # A step of size b uses the first 3 * b as [3, b].
+        self._packed = host.to(device)
+        self._input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_size, dtype=torch.int64, device=device)
+
+    def fill(self, step: np.ndarray, size: int) -> None:
+        """Copy a step, int64 [3, b], and neutral requests up to `size`, in stream order."""
+        num_reqs = step.shape[1]
+        host, copied = self._hosts[self._next], self._copied[self._next]
+        self._next = (self._next + 1) % _NUM_HOST_BUFFERS
+        copied.synchronize()
+        values = host.numpy()[: 3 * size].reshape(3, size)
+        values[:, :num_reqs] = step
+        values[:, num_reqs:] = self._padding
+        self._packed[: 3 * size].copy_(host[: 3 * size], non_blocking=True)
+        copied.record()
+
+    def neutral(self, size: int) -> None:
+        """Make all requests of a size neutral ones."""
+        self.fill(np.empty((3, 0), dtype=np.int64), size)
+
+    def of_size(self, size: int, num_reqs: int) -> StagedStep:
+        """The first requests of a size."""
+        rows, seq_lens, slots = self._packed[: 3 * size].view(3, size)[:, :num_reqs].unbind(0)
+        return StagedStep(
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+            out_cache_loc=slots,
+            input_ids=self._input_ids[:num_reqs],
+            positions=self._positions[:num_reqs],
+        )
 
 
 class CudaGraphRunner:
@@ -93,62 +142,53 @@ class CudaGraphRunner:
         self._runner = runner
         self.batch_sizes = batch_sizes
         self._exact_sizes = None if pad else frozenset(batch_sizes)
-        max_size = batch_sizes[-1]
-        # int64 [max_size] each; a graph of size b uses the first b.
-        self._input_ids, self._rows, self._seq_lens, self._slots = torch.zeros(
-            (4, max_size), dtype=torch.int64, device=runner.device
-        ).unbind(0)
+        self._inputs = _StaticInputs(
+            batch_sizes[-1], runner.req_to_token_pool.padding_row, runner.device
+        )
         self._graphs: dict[int, _Graph] = {}
         self._size_of = size_table(batch_sizes)
         self.num_steps = 0
         self._capture_all(show_progress)
 
+    def stage(self, step: np.ndarray) -> StagedStep | None:
+        """See `DecodeRunner`."""
+        num_reqs = step.shape[1]
+        if num_reqs > self.batch_sizes[-1]:
+            return None
+        if self._exact_sizes is not None and num_reqs not in self._exact_sizes:
+            return None
+        size = self._size_of[num_reqs]
+        self._inputs.fill(step, size)
+        return self._inputs.of_size(size, num_reqs)
+
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Whether the batch is a plain decode step of a captured size."""
-        if not is_plain_decode(batch) or batch.batch_size > self.batch_sizes[-1]:
-            return False
-        return self._exact_sizes is None or batch.batch_size in self._exact_sizes
+        """Whether the batch was staged."""
+        return batch.is_staged
 
     def weights_changed(self) -> None:
         """Nothing to do: graphs read the parameters where they are."""
 
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Replay a decode step. The logits are valid until the next replay, in stream order."""
+        """Replay a staged step: request table, forward, argmax, `last_token_ids` for the next.
+
+        The output is valid until the next replay, in stream order.
+        """
         num_reqs = batch.batch_size
-        size = self._size_of[num_reqs]
-        self._fill_inputs(batch, num_reqs, size)
-        entry = self._graphs[size]
+        entry = self._graphs[self._size_of[num_reqs]]
         entry.graph.replay()
         self.num_steps += 1
         return LogitsProcessorOutput(
             next_token_logits=entry.logits[:num_reqs],
-            greedy_token_ids=entry.token_ids[:num_reqs],
-            unusable_rows=entry.unusable_rows[:num_reqs],
+            greedy_token_ids=entry.report[0, :num_reqs],
+            unusable_rows=entry.report[1, :num_reqs],
+            greedy_report=entry.report,
         )
-
-    def _fill_inputs(self, batch: ForwardBatch, num_reqs: int, size: int) -> None:
-        """Copy a step's tensors into the static ones; neutral values behind them."""
-        # In one launch: at small batches it is launches that cost.
-        torch._foreach_copy_(
-            [
-                self._input_ids[:num_reqs],
-                self._rows[:num_reqs],
-                self._seq_lens[:num_reqs],
-                self._slots[:num_reqs],
-            ],
-            [batch.input_ids, batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc],
-        )
-        if num_reqs < size:
-            # Tokens and rows left from an earlier step are valid ones; length and slot decide.
-            self._seq_lens[num_reqs:size].fill_(_PADDING_SEQ_LEN)
-            self._slots[num_reqs:size].fill_(_PADDING_SLOT)
 
     # -- capture --------------------------------------------------------------------------------
 
     def _capture_all(self, show_progress: bool) -> None:
         """Capture every size, the largest first, so that smaller ones reuse its memory."""
         start = time.perf_counter()
-        self._seq_lens.fill_(_PADDING_SEQ_LEN)
         pool = None
         sizes = tqdm(
             reversed(self.batch_sizes),
@@ -172,35 +212,39 @@ class CudaGraphRunner:
         )
 
     def _capture(self, size: int, pool: Any) -> _Graph:
+        self._inputs.neutral(size)
         batch = self._static_batch(size)
+        graph, (logits, report) = capture(lambda: self._step(batch), self._runner.device, pool)
+        return _Graph(graph=graph, logits=logits, report=report)
 
-        def step() -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-            logits = self._forward(batch)
-            return logits, checked_argmax(logits)
-
-        graph, (logits, (token_ids, unusable_rows)) = capture(step, self._runner.device, pool)
-        return _Graph(graph=graph, logits=logits, token_ids=token_ids, unusable_rows=unusable_rows)
-
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        backend = self._runner.attn_backend
-        backend.init_forward_metadata(batch)
-        # Part of the graph: positions follow from the lengths.
-        batch.positions = batch.seq_lens - 1
-        with use_attention_backend(backend):
-            output = self._runner.model(batch.input_ids, batch.positions, batch)
+    def _step(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, report) of a step from its static inputs: all that happens on the device."""
+        runner = self._runner
+        torch.sub(batch.seq_lens, 1, out=batch.positions)
+        torch.index_select(runner.last_token_ids, 0, batch.req_pool_indices, out=batch.input_ids)
+        runner.req_to_token_pool.write_device(
+            batch.req_pool_indices, batch.positions, batch.out_cache_loc
+        )
+        runner.attn_backend.init_forward_metadata(batch)
+        with use_attention_backend(runner.attn_backend):
+            output = runner.model(batch.input_ids, batch.positions, batch)
         logits: torch.Tensor = output.next_token_logits
-        return logits
+        token_ids, unusable_rows = checked_argmax(logits)
+        # Right for greedy requests; the sampler's choice is written over it.
+        runner.last_token_ids.index_copy_(0, batch.req_pool_indices, token_ids)
+        return logits, torch.stack((token_ids, unusable_rows.to(torch.int64)))
 
     def _static_batch(self, size: int) -> ForwardBatch:
+        inputs = self._inputs.of_size(size, size)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=size,
-            input_ids=self._input_ids[:size],
-            positions=self._seq_lens[:size] - 1,
-            req_pool_indices=self._rows[:size],
-            seq_lens=self._seq_lens[:size],
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            req_pool_indices=inputs.req_pool_indices,
+            seq_lens=inputs.seq_lens,
             seq_lens_cpu=[_PADDING_SEQ_LEN] * size,
-            out_cache_loc=self._slots[:size],
+            out_cache_loc=inputs.out_cache_loc,
             req_to_token_pool=self._runner.req_to_token_pool,
             token_to_kv_pool=self._runner.token_to_kv_pool,
         )

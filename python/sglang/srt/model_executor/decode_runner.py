@@ -6,7 +6,11 @@ can be prepared once: as CUDA graphs on a GPU, as one native call on a CPU.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
@@ -16,10 +20,30 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedStep:
+    """The inputs of a captured step, int64 [b] each: views of its static tensors."""
+
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    out_cache_loc: torch.Tensor
+    # Filled when the step runs.
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+
 class DecodeRunner(Protocol):
     """Runs decode steps faster than module by module, with the same result."""
 
     num_steps: int  # steps that took the shortcut, for tests and reports
+
+    def stage(self, step: np.ndarray) -> StagedStep | None:
+        """Put the inputs of the coming plain decode step where a captured one reads them.
+
+        `step` int64 [3, b]: rows of the request table, lengths with the new token, its slots. None
+        where no step of this size is captured; else a batch of these inputs must run next.
+        """
+        ...
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether this step may take the shortcut."""

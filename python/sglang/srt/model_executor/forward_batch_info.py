@@ -94,10 +94,14 @@ class ForwardBatch:
     positions: torch.Tensor  # int64 [n], position of each new token in its sequence
     req_pool_indices: torch.Tensor  # int64 [b], rows of req_to_token
     seq_lens: torch.Tensor  # int64 [b], length including the new tokens
-    seq_lens_cpu: list[int]  # the same on the host
+    seq_lens_cpu: list[int]  # the same on the host; empty in a staged step
     out_cache_loc: torch.Tensor  # int64 [n], KV slot of each new token
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
+
+    # The tensors are those of the captured step, filled by `DecodeRunner.stage`, except
+    # `input_ids` and `positions`, which the step itself fills.
+    is_staged: bool = False
 
     # Extend only (None in decode).
     extend_seq_lens: torch.Tensor | None = None  # int64 [b], new tokens a request

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -28,7 +29,7 @@ from sglang.srt.mem_cache.allocator import (
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner, why_not_supported
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
-from sglang.srt.model_executor.decode_runner import DecodeRunner
+from sglang.srt.model_executor.decode_runner import DecodeRunner, StagedStep
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.kv_cache_sizing import (
@@ -173,6 +174,11 @@ class ModelRunner:
                 kv_dtype=self.kv_dtype,
             ),
         )
+        # int64 [rows of the request table]: the token that each request sampled last, which is the
+        # input of its next decode step; so decode never waits for the host.
+        self.last_token_ids = torch.zeros(
+            self.req_to_token_pool.num_rows, dtype=torch.int64, device=self.device
+        )
         self.sampler = Sampler()
         self.decode_runner = self._make_decode_runner() if config.use_decode_runner else None
         self.warm_up_s = 0.0
@@ -303,6 +309,10 @@ class ModelRunner:
         allocate = saver.kv_allocator() if saver is not None else None
         return make_kv_pool(self.model_config, shape, self.device, allocate)
 
+    def stage_decode(self, step: np.ndarray) -> StagedStep | None:
+        """Hand the inputs of a plain decode step to the shortcut; see `DecodeRunner.stage`."""
+        return None if self.decode_runner is None else self.decode_runner.stage(step)
+
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the model on one batch. Collective."""
@@ -325,7 +335,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def nan_rows(self, logits_output: LogitsProcessorOutput) -> torch.Tensor:
-        """bool [b]: requests whose logits hold NaN, which ends them."""
+        """[b], not 0 or false: requests whose logits hold NaN, which ends them."""
         if logits_output.unusable_rows is not None:
             return logits_output.unusable_rows
         return nan_rows(logits_output.next_token_logits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,7 +52,6 @@ class CudaPlatform(Platform):
         return MemoryInfo(total_bytes=total, free_bytes=free + idle)
 
     def empty_cache(self) -> None:
-        gc.collect()
         torch.cuda.empty_cache()
 
     def reserve(self, num_bytes: int) -> DeviceRegion:

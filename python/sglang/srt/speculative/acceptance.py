@@ -28,6 +28,7 @@ import torch
 from sglang.srt.layers.sampler import draw, hash_uniform
 from sglang.srt.speculative.eagle_info import NO_NODE, AcceptResult, DraftTree
 from sglang.srt.speculative.eagle_utils import first_true
+from sglang.srt.speculative.fixed_tensors import counting
 
 
 class CoinUse(IntEnum):
@@ -71,8 +72,16 @@ def accept_chain(token_ids: torch.Tensor, target_ids: torch.Tensor) -> AcceptRes
     token_ids int64 [b, w]: root and drafts; target_ids int64 [b, w]: the choice after each.
     """
     is_right = token_ids[:, 1:] == target_ids[:, :-1]
-    num_right = is_right.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    return _chain_result(token_ids, num_right, target_ids.gather(1, num_right.unsqueeze(1)))
+    num_right = is_right.to(torch.int64).cumprod(dim=1).sum(dim=1, keepdim=True)
+    nodes = counting(token_ids.shape[1], token_ids.device)
+    is_new = nodes <= num_right
+    return AcceptResult(
+        accept_index=torch.where(is_new, nodes, NO_NODE),
+        accept_lens=num_right.squeeze(1) + 1,
+        # What is accepted equals the target's choices, and its next one is the bonus.
+        output_ids=target_ids * is_new,
+        bonus_ids=target_ids.gather(1, num_right).squeeze(1),
+    )
 
 
 def accept_tree(tree: DraftTree, target_ids: torch.Tensor, max_accept_len: int) -> AcceptResult:
@@ -221,7 +230,7 @@ class _Walk:
 def _chain_result(
     token_ids: torch.Tensor, num_right: torch.Tensor, bonus_ids: torch.Tensor
 ) -> AcceptResult:
-    nodes = torch.arange(token_ids.shape[1], device=token_ids.device)
+    nodes = counting(token_ids.shape[1], token_ids.device)
     path = torch.where(nodes <= num_right.unsqueeze(1), nodes, NO_NODE)
     return _result(path, num_right + 1, token_ids[:, 1:], bonus_ids)
 
@@ -230,7 +239,7 @@ def _result(
     path: torch.Tensor, accept_lens: torch.Tensor, drafts: torch.Tensor, bonus_ids: torch.Tensor
 ) -> AcceptResult:
     """path int64 [b, d]; drafts int64 [b, d - 1]: tokens of path[:, 1:]; bonus_ids int64 [b, 1]."""
-    places = torch.arange(path.shape[1], device=path.device)
+    places = counting(path.shape[1], path.device)
     bonus_place = accept_lens.unsqueeze(1) - 1
     output_ids = torch.nn.functional.pad(drafts, (0, 1)).masked_fill(places > bonus_place, 0)
     return AcceptResult(

@@ -50,13 +50,20 @@ from sglang.srt.speculative.acceptance import (
 )
 from sglang.srt.speculative.coins import Coins
 from sglang.srt.speculative.draft_runner import Drafted, DraftedRows
-from sglang.srt.speculative.eagle_info import AcceptResult, DraftTree, EagleExtendInput
+from sglang.srt.speculative.eagle_info import (
+    AcceptResult,
+    Compaction,
+    DraftTree,
+    EagleExtendInput,
+)
 from sglang.srt.speculative.eagle_utils import (
     compact,
+    compact_chain,
     extend_after_verify,
     root_tree,
     tree_positions,
 )
+from sglang.srt.speculative.fixed_tensors import counting, filled
 from sglang.srt.speculative.spec_graph_runner import GraphKind, SpecGraphRunner
 from sglang.srt.speculative.spec_info import DraftShape
 from sglang.srt.speculative.spec_step import TargetPass, Verified
@@ -342,9 +349,17 @@ class BaseSpecWorker(ABC):
         """See `SpecStep`."""
         best, is_unusable = checked_argmax(passed.output.next_token_logits)
         accept = self._accept_equal(tree, best.view(tree.token_ids.shape), simulated_drafts)
-        compaction = compact(accept, passed.slots, tree.token_ids.shape[1])
+        compaction = self.compaction(accept, passed.slots)
         verified = Verified(output=passed.output, accept=accept, compaction=compaction)
         return verified, is_unusable
+
+    def compaction(self, accept: AcceptResult, slots: torch.Tensor) -> Compaction:
+        """See `SpecStep`."""
+        b, d = accept.accept_index.shape
+        w = slots.shape[0] // b
+        if self.shape.is_chain or w == 1:
+            return compact_chain(slots, w, d)
+        return compact(accept, slots, w)
 
     def commit(self, drafted: DraftedRows, verified: Verified) -> None:
         """See `SpecStep`."""
@@ -380,19 +395,19 @@ class BaseSpecWorker(ABC):
         logits = passed.output.next_token_logits
         adjust_verify_logits(logits, sampling, proposal.tree, drafted.committed_lens, masks)
         accept = self._accept(sampling, logits, drafted, proposal, coins)
-        compaction = compact(accept, passed.slots, proposal.tree.token_ids.shape[1])
+        compaction = self.compaction(accept, passed.slots)
         return Verified(output=passed.output, accept=accept, compaction=compaction)
 
     def _verify_batch(self, drafted: DraftedRows, tree: DraftTree) -> ForwardBatch:
         runner = self.target_runner
         b, w = tree.token_ids.shape
         table = runner.req_to_token_pool.req_to_token
-        columns = drafted.committed_lens.unsqueeze(1) + torch.arange(w, device=self.device)
+        columns = drafted.committed_lens.unsqueeze(1) + counting(w, self.device)
         seq_lens = drafted.committed_lens + w
-        mask = None
+        mask, positions = None, columns.flatten()
         if not self.shape.is_chain:
             mask = tree.is_ancestor
-        positions = tree_positions(tree, drafted.committed_lens)
+            positions = tree_positions(tree, drafted.committed_lens)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=b,
@@ -404,7 +419,7 @@ class BaseSpecWorker(ABC):
             out_cache_loc=table[drafted.rows.unsqueeze(1), columns].flatten().to(torch.int64),
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
-            extend_seq_lens=torch.full((b,), w, dtype=torch.int64, device=self.device),
+            extend_seq_lens=filled(b, w, self.device),
             extend_prefix_lens=drafted.committed_lens,
             extend_seq_lens_cpu=[w] * b,
             extend_prefix_lens_cpu=drafted.bounds,
@@ -447,7 +462,7 @@ class BaseSpecWorker(ABC):
             choices = target_choices(logits, sampling, at_nodes)
             return self._accept_equal(tree, choices, self._simulated_drafts(len(after), d))
         probs = target_probs(logits, sampling)
-        places = after + torch.arange(d, device=self.device)
+        places = after + counting(d, self.device)
         accept_coins = coins.at(places[:, :-1], CoinUse.ACCEPT)
         final_coins = coins.at(places, CoinUse.TARGET)
         if proposal.draft_probs is not None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.layers.dispatch import argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import draw, sampling_probs
 from sglang.srt.model_executor.forward_batch_info import (
@@ -46,6 +47,7 @@ from sglang.srt.speculative.eagle_utils import (
     parent_rows,
     select_top_k,
 )
+from sglang.srt.speculative.fixed_tensors import counting, filled
 from sglang.srt.speculative.spec_info import DraftShape
 from sglang.srt.speculative.tree_attention import TreeAttention, branch_attention
 
@@ -117,9 +119,7 @@ class Drafting(ABC):
     def _slots(self, drafted: DraftedRows, first: int, count: int) -> torch.Tensor:
         """int64 [b * count]: slots of positions committed + first .. + count of each request."""
         table = self.model_runner.req_to_token_pool.req_to_token
-        columns = drafted.committed_lens.unsqueeze(1) + torch.arange(
-            first, first + count, device=self.device
-        )
+        columns = drafted.committed_lens.unsqueeze(1) + counting(first + count, self.device, first)
         return table[drafted.rows.unsqueeze(1), columns].flatten().to(torch.int64)
 
     def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
@@ -142,12 +142,14 @@ class Drafting(ABC):
         """
         k = 1 if attention is None else attention.tokens_per_req
         b = drafted.rows.shape[0]
-        positions = self._clamped((drafted.committed_lens + position).repeat_interleave(k))
+        positions = drafted.committed_lens + position
+        if k > 1:
+            positions = positions.repeat_interleave(k)
         lens = [bound + first_slot + k for bound in drafted.bounds]
         common: dict[str, Any] = {
             "batch_size": b,
             "input_ids": token_ids.flatten(),
-            "positions": positions,
+            "positions": self._clamped(positions),
             "req_pool_indices": drafted.rows,
             "seq_lens": drafted.committed_lens + (first_slot + k),
             "seq_lens_cpu": lens,
@@ -161,7 +163,7 @@ class Drafting(ABC):
             return ForwardBatch(forward_mode=ForwardMode.DECODE, **common)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            extend_seq_lens=torch.full((b,), k, dtype=torch.int64, device=self.device),
+            extend_seq_lens=filled(b, k, self.device),
             extend_prefix_lens=drafted.committed_lens + first_slot,
             extend_seq_lens_cpu=[k] * b,
             extend_prefix_lens_cpu=[bound + first_slot for bound in drafted.bounds],
@@ -171,17 +173,71 @@ class Drafting(ABC):
 
     def _top_k(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(probabilities float32 [r, k], target ids int64 [r, k]) of logits [r, V_d]."""
-        k = self.shape.topk
-        if k == 1:
-            # Of a single branch the score decides nothing.
-            best = logits.argmax(dim=-1, keepdim=True)
-            return torch.ones_like(best, dtype=torch.float32), self._to_target(best)
-        probs, ids = torch.softmax(logits.float(), dim=-1).topk(k, dim=-1)
+        probs, ids = torch.softmax(logits.float(), dim=-1).topk(self.shape.topk, dim=-1)
         return probs, self._to_target(ids)
+
+    def _best(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [r]: the target id of the largest of logits [r, V_d]."""
+        return self._to_target(argmax(logits))
 
     def _to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         model = self.model_runner.model
         return model.to_target_ids(draft_ids) if isinstance(model, EagleDraftModel) else draft_ids
+
+    def _grow_chain(
+        self,
+        drafted: DraftedRows,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor | None,
+        *,
+        first_slot: int,
+        first_position: int,
+    ) -> DraftTree:
+        """The most likely chain that begins with `token_ids`, int64 [b]; else as `_grow`."""
+        tokens = [drafted.root_ids, token_ids]
+        for batch in self._chain_batches(drafted, first_slot, first_position):
+            batch.input_ids, batch.input_hidden_states = tokens[-1], hidden
+            output = self.model_runner.forward(batch)
+            hidden = output.hidden_states if hidden is not None else None
+            tokens.append(self._best(output.next_token_logits))
+        return chain_tree(torch.stack(tokens, dim=1))
+
+    def _chain_batches(
+        self, drafted: DraftedRows, first_slot: int, first_position: int
+    ) -> list[ForwardBatch]:
+        """The draft steps of a chain after its first token, but for what goes into them.
+
+        Worked out for all steps at once: at small batches a step is launches for the most part.
+        """
+        num_steps, b = self.shape.num_steps - 1, drafted.rows.shape[0]
+        if num_steps == 0:
+            return []
+        lens = drafted.committed_lens.unsqueeze(0)
+
+        def rising(start: int) -> torch.Tensor:
+            return lens + counting(start + num_steps, self.device, start).unsqueeze(1)
+
+        columns = rising(first_slot)  # [steps, b], as all of these
+        positions = columns if first_position == first_slot else rising(first_position)
+        positions, seq_lens = self._clamped(positions), columns + 1
+        table = self.model_runner.req_to_token_pool.req_to_token
+        slots = table[drafted.rows.unsqueeze(0), columns].to(torch.int64)
+        return [
+            ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                batch_size=b,
+                input_ids=drafted.root_ids,
+                positions=positions[step],
+                req_pool_indices=drafted.rows,
+                seq_lens=seq_lens[step],
+                seq_lens_cpu=[bound + first_slot + step + 1 for bound in drafted.bounds],
+                out_cache_loc=slots[step],
+                req_to_token_pool=self.model_runner.req_to_token_pool,
+                token_to_kv_pool=self.model_runner.token_to_kv_pool,
+                capture_hidden_mode=CaptureHiddenMode.LAST,
+            )
+            for step in range(num_steps)
+        ]
 
     def _grow(
         self,
@@ -194,18 +250,15 @@ class Drafting(ABC):
     ) -> DraftTree:
         """Expand the first frontier for the remaining steps and choose what is verified.
 
-        hidden [b, H]: the state that the first frontier came from. Its nodes get the positions
-        committed + `first_position` and slots from `first_slot` on.
+        For trees; see `_grow_chain`. hidden [b, H]: the state that the first frontier came from.
+        Its nodes get the positions committed + `first_position` and slots from `first_slot` on.
         """
-        k, b = self.shape.topk, drafted.rows.shape[0]
+        k = self.shape.topk
         steps, paths = [frontier], None
         for step in range(1, self.shape.num_steps):
             rows = parent_rows(step - 1, frontier)
             states = None if hidden is None else hidden.index_select(0, rows)
-            attention = None
-            if k > 1:
-                paths = extend_paths(paths, frontier)
-                attention = branch_attention(paths)
+            paths = extend_paths(paths, frontier)
             output = self.model_runner.forward(
                 self._step_batch(
                     drafted,
@@ -213,16 +266,13 @@ class Drafting(ABC):
                     states,
                     position=first_position + step - 1,
                     first_slot=first_slot + (step - 1) * k,
-                    attention=attention,
+                    attention=branch_attention(paths),
                 )
             )
             hidden = output.hidden_states if hidden is not None else None
             probs, ids = self._top_k(output.next_token_logits)
             frontier = select_top_k(step, probs, ids, frontier)
             steps.append(frontier)
-        if k == 1:
-            tokens = [drafted.root_ids.view(b, 1), *(step.token_ids for step in steps)]
-            return chain_tree(torch.cat(tokens, dim=1))
         return organize_draft_results(steps, drafted.root_ids, self.shape.num_draft_tokens)
 
     def _draw_chain(
@@ -345,7 +395,11 @@ class EagleDrafting(Drafting):
     def _remember(self, rows: torch.Tensor, output: LogitsProcessorOutput) -> None:
         if output.hidden_states is None:
             raise RuntimeError("the draft returned no hidden states")
-        self._probs[rows], self._ids[rows] = self._top_k(output.next_token_logits)
+        if self.shape.is_chain:
+            # Of a single branch the score decides nothing.
+            self._ids[rows, 0] = self._best(output.next_token_logits)
+        else:
+            self._probs[rows], self._ids[rows] = self._top_k(output.next_token_logits)
         self._hidden[rows] = output.hidden_states
         if self._logits.shape[1]:
             self._logits[rows] = output.next_token_logits.float()
@@ -360,8 +414,12 @@ class EagleDrafting(Drafting):
             return self._draw_chain(
                 drafted, self._logits[rows], hidden, coins, info, first_slot=0, first_position=0
             )
-        frontier = select_top_k(0, self._probs[rows], self._ids[rows], None)
-        tree = self._grow(drafted, frontier, hidden, first_slot=0, first_position=0)
+        if self.shape.is_chain:
+            first = self._ids[:, 0].index_select(0, rows)
+            tree = self._grow_chain(drafted, first, hidden, first_slot=0, first_position=0)
+        else:
+            frontier = select_top_k(0, self._probs[rows], self._ids[rows], None)
+            tree = self._grow(drafted, frontier, hidden, first_slot=0, first_position=0)
         return Drafted(tree=tree)
 
 
@@ -424,8 +482,13 @@ class StandaloneDrafting(Drafting):
                 first_slot=1,
                 first_position=1,
             )
-        frontier = select_top_k(0, *self._top_k(output.next_token_logits), None)
-        tree = self._grow(drafted, frontier, None, first_slot=1, first_position=1)
+        logits = output.next_token_logits
+        if self.shape.is_chain:
+            first = self._best(logits)
+            tree = self._grow_chain(drafted, first, None, first_slot=1, first_position=1)
+        else:
+            frontier = select_top_k(0, *self._top_k(logits), None)
+            tree = self._grow(drafted, frontier, None, first_slot=1, first_position=1)
         return Drafted(tree=tree)
 
 
@@ -443,10 +506,10 @@ def catch_up_batch(
         req_pool_indices=drafted.rows,
         seq_lens=drafted.committed_lens + d,
         seq_lens_cpu=[bound + d for bound in drafted.bounds],
-        out_cache_loc=drafting._slots(drafted, 0, d),
+        out_cache_loc=path.slots,
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool=runner.token_to_kv_pool,
-        extend_seq_lens=torch.full((b,), d, dtype=torch.int64, device=drafting.device),
+        extend_seq_lens=filled(b, d, drafting.device),
         extend_prefix_lens=drafted.committed_lens,
         extend_seq_lens_cpu=[d] * b,
         extend_prefix_lens_cpu=drafted.bounds,

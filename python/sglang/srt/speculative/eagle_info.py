@@ -74,6 +74,7 @@ class Compaction:
     rows: torch.Tensor  # int64 [b, d]: rows, of b * w, of the path root..last accepted node
     from_slots: torch.Tensor  # int64 [b, d]: KV to be copied ...
     to_slots: torch.Tensor  # int64 [b, d]: ... to here; read all, then write
+    is_all_rows: bool = False  # `rows` are all of the b * w, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,5 +88,6 @@ class EagleExtendInput(SpecInput):
     token_ids: torch.Tensor  # int64 [n]: shifted left by one against the target's
     features: torch.Tensor | None  # [n, features], the target's; None: the draft reads none
     positions: torch.Tensor  # int64 [n]: the target's
+    slots: torch.Tensor  # int64 [n]: where the draft's KV goes
     last_rows: torch.Tensor  # int64 [b]: the row of each request that drafting goes on from
     committed_lens: torch.Tensor  # int64 [b]: known tokens whose KV the target has, afterwards

@@ -22,6 +22,7 @@ from sglang.srt.speculative.eagle_info import (
     DraftTree,
     EagleExtendInput,
 )
+from sglang.srt.speculative.fixed_tensors import block_rows, chain_links, counting
 
 # ------------------------------------------------------------------------------------------------
 # Drafting
@@ -39,7 +40,7 @@ def select_top_k(
     """
     k = topk_ids.shape[1]
     if previous is None:
-        branches = torch.arange(k, device=topk_ids.device).expand_as(topk_ids)
+        branches = counting(k, topk_ids.device).expand_as(topk_ids)
         return DraftFrontier(
             candidate_scores=topk_probs,
             candidate_ids=topk_ids,
@@ -70,8 +71,8 @@ def parent_rows(step: int, frontier: DraftFrontier) -> torch.Tensor:
     """
     batch_size, k = frontier.parent_branches.shape
     width = 1 if step == 0 else k
-    starts = torch.arange(batch_size, device=frontier.parent_branches.device) * width
-    return (starts.unsqueeze(1) + frontier.parent_branches).flatten()
+    starts = block_rows(batch_size, width, 1, frontier.parent_branches.device)
+    return (starts + frontier.parent_branches).flatten()
 
 
 def extend_paths(paths: torch.Tensor | None, frontier: DraftFrontier) -> torch.Tensor:
@@ -81,7 +82,7 @@ def extend_paths(paths: torch.Tensor | None, frontier: DraftFrontier) -> torch.T
     A draft step's attention may see the scratch KV of exactly these (step, branch) pairs.
     """
     batch_size, k = frontier.parent_branches.shape
-    own = torch.arange(k, device=frontier.parent_branches.device).view(1, k, 1)
+    own = counting(k, frontier.parent_branches.device).view(1, k, 1)
     own = own.expand(batch_size, k, 1)
     if paths is None:
         return own
@@ -155,12 +156,12 @@ def root_tree(root_ids: torch.Tensor) -> DraftTree:
 def chain_tree(token_ids: torch.Tensor) -> DraftTree:
     """The tree of chains int64 [b, w]: node i hangs on node i - 1. Costs no kernel per request."""
     batch_size, w = token_ids.shape
-    nodes = torch.arange(w, device=token_ids.device)
+    parents, is_ancestor = chain_links(w, token_ids.device)
     return DraftTree(
         token_ids=token_ids,
-        parents=(nodes - 1).expand(batch_size, w),
-        depths=nodes.expand(batch_size, w),
-        is_ancestor=(nodes <= nodes.unsqueeze(1)).expand(batch_size, w, w),
+        parents=parents.expand(batch_size, w),
+        depths=counting(w, token_ids.device).expand(batch_size, w),
+        is_ancestor=is_ancestor.expand(batch_size, w, w),
     )
 
 
@@ -172,7 +173,7 @@ def tree_positions(tree: DraftTree, committed_lens: torch.Tensor) -> torch.Tenso
 def first_true(is_wanted: torch.Tensor) -> torch.Tensor:
     """Index of the first True along the last dimension, NO_NODE where there is none: int64."""
     w = is_wanted.shape[-1]
-    nodes = torch.arange(w, device=is_wanted.device)
+    nodes = counting(w, is_wanted.device)
     first = torch.where(is_wanted, nodes, w).amin(dim=-1)
     return torch.where(first == w, NO_NODE, first)
 
@@ -183,21 +184,31 @@ def first_true(is_wanted: torch.Tensor) -> torch.Tensor:
 
 
 def compact(accept: AcceptResult, out_cache_loc: torch.Tensor, num_draft_tokens: int) -> Compaction:
-    """Where the accepted path lies and where it goes. out_cache_loc int64 [b * w]: KV slots.
-
-    In a chain slots move to themselves: only `rows` tell something then.
-    """
+    """Where the accepted path lies and where it goes. out_cache_loc int64 [b * w]: KV slots."""
     batch_size, d = accept.accept_index.shape
     device = out_cache_loc.device
     slots = out_cache_loc.view(batch_size, num_draft_tokens)
-    places = torch.arange(d, device=device)
+    places = counting(d, device)
     is_kept = places < accept.accept_lens.unsqueeze(1)
     nodes = torch.where(is_kept, accept.accept_index, places)
-    starts = torch.arange(batch_size, device=device).unsqueeze(1) * num_draft_tokens
     return Compaction(
-        rows=starts + nodes,
+        rows=block_rows(batch_size, num_draft_tokens, 1, device) + nodes,
         from_slots=slots.gather(1, nodes),
         to_slots=slots[:, :d],
+    )
+
+
+def compact_chain(
+    out_cache_loc: torch.Tensor, num_draft_tokens: int, max_accept_len: int
+) -> Compaction:
+    """The same where accepted drafts are the first ones in any case: nothing moves."""
+    slots = out_cache_loc.view(-1, num_draft_tokens)[:, :max_accept_len]
+    rows = block_rows(slots.shape[0], num_draft_tokens, max_accept_len, slots.device)
+    return Compaction(
+        rows=rows,
+        from_slots=slots,
+        to_slots=slots,
+        is_all_rows=max_accept_len == num_draft_tokens,
     )
 
 
@@ -213,14 +224,16 @@ def extend_after_verify(
     Rows from a request's accept length on are computed and never read.
     """
     batch_size, d = accept.output_ids.shape
-    places = torch.arange(d, device=committed_lens.device)
-    starts = torch.arange(batch_size, device=committed_lens.device) * d
-    rows = compaction.rows.flatten()
+    device = committed_lens.device
+    if features is not None and not compaction.is_all_rows:
+        features = features.index_select(0, compaction.rows.flatten())
+    last_places = block_rows(batch_size, d, 1, device).view(-1) + accept.accept_lens
     return EagleExtendInput(
         tokens_per_req=d,
         token_ids=accept.output_ids.flatten(),
-        features=None if features is None else features.index_select(0, rows),
-        positions=(committed_lens.unsqueeze(1) + places).flatten(),
-        last_rows=starts + accept.accept_lens - 1,
+        features=features,
+        positions=(committed_lens.unsqueeze(1) + counting(d, device)).flatten(),
+        slots=compaction.to_slots.flatten(),
+        last_rows=last_places - 1,
         committed_lens=committed_lens + accept.accept_lens,
     )

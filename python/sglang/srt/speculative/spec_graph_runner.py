@@ -41,7 +41,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 from sglang.srt.platforms import current_platform
 from sglang.srt.speculative.draft_runner import DraftedRows
 from sglang.srt.speculative.eagle_info import AcceptResult, DraftTree
-from sglang.srt.speculative.eagle_utils import chain_tree, compact, root_tree
+from sglang.srt.speculative.eagle_utils import chain_tree, root_tree
 from sglang.srt.speculative.spec_step import SpecStep, TargetPass, Verified
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,10 @@ class SpecGraphRunner:
         step.commit(drafted, verified)
         step.reset_row(self._padding_row)
         accept, rows = verified.accept, verified.compaction.rows
-        is_bad = is_unusable[rows].any(dim=1)
+        if verified.compaction.is_all_rows:
+            is_bad = is_unusable.view(rows.shape).any(dim=1)
+        else:
+            is_bad = is_unusable[rows].any(dim=1)
         flags = torch.stack((accept.accept_lens, is_bad.to(torch.int64)), dim=1)
         return torch.cat((accept.output_ids, flags), dim=1)
 
@@ -308,7 +311,7 @@ class SpecGraphRunner:
             output_ids=own.output_ids[:size],
             bonus_ids=own.bonus_ids[:size],
         )
-        compaction = compact(accept, passed.slots, self._step.shape.num_draft_tokens)
+        compaction = self._step.compaction(accept, passed.slots)
         verified = Verified(output=passed.output, accept=accept, compaction=compaction)
         # Nothing has changed these rows since the draft.
         self._step.commit(self._step.drafted_at(self._rows[:size]), verified)

@@ -63,6 +63,10 @@ class SpecStep(Protocol):
         """
         ...
 
+    def compaction(self, accept: AcceptResult, slots: torch.Tensor) -> Compaction:
+        """Where the accepted paths lie; slots int64 [b * w]: of the target's pass."""
+        ...
+
     def commit(self, drafted: DraftedRows, verified: Verified) -> None:
         """Make the accepted paths part of their requests: KV, draft KV, lengths, roots."""
         ...

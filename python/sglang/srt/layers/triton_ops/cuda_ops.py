@@ -16,6 +16,7 @@ from sglang.srt.layers.triton_ops.gemv import gemv
 from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
+from sglang.srt.layers.triton_ops.skinny import is_worthwhile, skinny
 
 
 class CudaOps:
@@ -26,11 +27,15 @@ class CudaOps:
     ) -> torch.Tensor:
         if x.shape[0] == 1:
             return gemv(x, weight, bias)
+        if is_worthwhile(x.shape[0], *weight.shape):
+            return skinny(x, weight, bias)
         return functional.linear(x, weight, bias)
 
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 1:
             return gemv(x, weight, None, torch.float32)
+        if is_worthwhile(x.shape[0], *weight.shape):
+            return skinny(x, weight, None, torch.float32)
         # Written wide by the product itself: a cast of its own costs as much as a layer.
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
