@@ -1,11 +1,16 @@
-"""How fast the file backend reads pages into host memory, against a plain read of the same files.
+"""How fast storage backends move pages from and to host memory, against the plain way.
 
-First half of P9: GB/s of `batch_get_v2` (verified, counted in the backend) divided by GB/s of
-`preadv` of the same files into the same memory by as many threads. The two alternate (A-B-B-A).
-With `--busy` a third thread runs Python all the time, as a scheduler that decodes does at worst.
-Pages are read from the page cache unless `--cold` drops them before each round.
+`--backend file`, first half of P9: GB/s of `batch_get_v2` (verified, counted in the backend)
+divided by GB/s of `preadv` of the same files into the same memory by as many threads. The two
+alternate (A-B-B-A). With `--busy` a third thread runs Python all the time, as a scheduler that
+decodes does at worst. Pages are read from the page cache unless `--cold` drops them before each
+round.
+
+`--backend mooncake` and `redis`: MB/s against the store's own batch calls, reads and writes; see
+`hicache_shared_stores.py`.
 
     python benchmark/bench_hicache_storage.py --threads 1 2 --out storage.json
+    python benchmark/bench_hicache_storage.py --backend mooncake --page-mib 0.7 4
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from pathlib import Path
 
 import torch
 
+import hicache_shared_stores as shared
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorageConfig,
@@ -238,21 +244,7 @@ def format_rows(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Run, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--small", action="store_true", help="a few small pages, a quick check")
-    parser.add_argument("--folder", type=Path, default=None, help="parent of the storage folder")
-    parser.add_argument("--layouts", nargs="+", default=["page_first", "layer_first"])
-    parser.add_argument("--page-mib", type=float, nargs="+", default=[1.0, 8.0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--total-mib", type=int, default=384, help="bytes read per round")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--busy", action="store_true", help="measure beside a busy thread as well")
-    parser.add_argument("--cold", action="store_true", help="from the disk, not the page cache")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the JSON")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def _file_report(args: argparse.Namespace) -> dict[str, object]:
     rows: list[Row] = []
     page_mib = [0.0625] if args.small else args.page_mib
     total_mib, rounds = (1, 2) if args.small else (args.total_mib, args.rounds)
@@ -270,19 +262,69 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             rows.append(measure(Path(folder), layout, sizes, threads, busy))
     worst = min(row.ratio for row in rows)
-    report = {
+    sys.stdout.write(format_rows(rows) + "\n")
+    sys.stdout.write(f"read / plain at worst {worst:.2f} (floor {FLOOR}, aim {AIM})\n")
+    return {
         "question": "P9: L3 file read against a plain read of the same files",
         "worst_ratio": worst,
         "floor": FLOOR,
         "aim": AIM,
         "cold": args.cold,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _shared_report(args: argparse.Namespace) -> dict[str, object]:
+    page_mib = [0.0625] if args.small else args.page_mib
+    total_mib, rounds = (1, 2) if args.small else (min(args.total_mib, 128), args.rounds)
+    rows = [
+        shared.measure_shared(
+            args.backend,
+            layout,
+            int(page * 2**20),
+            max(int(total_mib / page), 1),
+            rounds,
+        )
+        for layout, page in itertools.product(args.layouts, page_mib)
+    ]
+    worst = min(min(row.read_ratio, row.write_ratio) for row in rows)
+    sys.stdout.write(shared.format_shared(rows) + "\n")
+    sys.stdout.write(f"ours / the store's own calls at worst {worst:.2f} (floor {shared.FLOOR})\n")
+    return {
+        "question": f"L3 in {args.backend} against the store's own batch calls",
+        "worst_ratio": worst,
+        "floor": shared.FLOOR,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def main() -> None:
+    """Run, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--backend", choices=["file", "mooncake", "redis"], default="file")
+    parser.add_argument("--small", action="store_true", help="a few small pages, a quick check")
+    parser.add_argument("--folder", type=Path, default=None, help="parent of the storage folder")
+    parser.add_argument("--layouts", nargs="+", default=None)
+    parser.add_argument("--page-mib", type=float, nargs="+", default=[1.0, 8.0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="file only")
+    parser.add_argument(
+        "--total-mib", type=int, default=384, help="moved per round; of shared stores at most 128"
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--busy", action="store_true", help="file: beside a busy thread as well")
+    parser.add_argument("--cold", action="store_true", help="file: from the disk, not its cache")
+    parser.add_argument("--out", type=Path, default=None, help="where to write the JSON")
+    args = parser.parse_args()
+    if args.layouts is None:
+        # Servers with a shared store keep pages in one piece.
+        args.layouts = ["page_first", "layer_first"][: 2 if args.backend == "file" else 1]
+    torch.set_num_threads(1)
+    report = _file_report(args) if args.backend == "file" else _shared_report(args)
+    report |= {
         "fast_checksum": page_file.HAS_FAST_CHECKSUM,
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
-        "rows": [asdict(row) for row in rows],
     }
-    sys.stdout.write(format_rows(rows) + "\n")
-    sys.stdout.write(f"read / plain at worst {worst:.2f} (floor {FLOOR}, aim {AIM})\n")
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=2) + "\n")
 

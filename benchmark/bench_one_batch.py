@@ -38,6 +38,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
 from sglang.srt.platforms import current_platform, init_platform
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+from step_cost import prefill_ops, step_bytes
 
 DROPPED_STEPS = 32
 
@@ -264,22 +265,6 @@ class Bench:
 
         return timed(loop, 3) / 50 * 1e3
 
-    def step_bytes(self, batch: int, context: float) -> float:
-        """What a decode step must read: every weight once (of the embedding only rows), all KV."""
-        embed = self.config.vocab_size * self.config.hidden_size * self.runner.dtype.itemsize
-        weights = self.runner.weight_bytes - (0 if self.config.tie_word_embeddings else embed)
-        kv = self.runner.kv_cache_bytes / (self.runner.max_total_num_tokens + self.args.page_size)
-        return weights + batch * context * kv
-
-    def prefill_ops(self, length: int) -> float:
-        """Operations of a prompt: matrices (the head for one token only) and causal attention."""
-        config = self.config
-        embed = config.vocab_size * config.hidden_size
-        matrices = self.runner.weight_bytes / self.runner.dtype.itemsize
-        matrices -= embed * (1 if config.tie_word_embeddings else 2)
-        width = config.num_attention_heads * config.head_dim
-        return 2 * matrices * length + 2 * embed + 2 * config.num_hidden_layers * width * length**2
-
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything and print the table."""
@@ -299,7 +284,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         write(f"prompt of {row['length']}: {row['first_ms']:.1f} ms, then {row['again_ms']:.1f}\n")
     for length in args.prefill:
         row = bench.prefill(length, args.repeats)
-        row["mfu"] = bench.prefill_ops(length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
+        row["mfu"] = prefill_ops(bench.runner, length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
         rows["prefill"].append(row)
         write(
             f"prefill {length}: {row['ms']:.1f} ms, {row['tok_s']:.0f} tok/s, "
@@ -308,7 +293,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for batch in args.batch:
         runs = [bench.decode(batch, args.input_len, args.output_len) for _ in range(args.repeats)]
         row = sorted(runs, key=lambda r: r["tok_s"])[len(runs) // 2]
-        limit_s = bench.step_bytes(batch, row["context"]) / limits["read_bytes_s"]
+        limit_s = step_bytes(bench.runner, batch, row["context"]) / limits["read_bytes_s"]
         row["limit_tok_s"] = batch / limit_s
         row["share"] = row["tok_s"] / row["limit_tok_s"]
         row["replay_ms"] = bench.bare_replay_ms(batch)

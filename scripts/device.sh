@@ -10,11 +10,13 @@
 # and prefill of the 8B shape against the limits), fp8-cache (the same with an 8-bit KV cache), small
 # (the 1B shape), overhead (what the engine adds to a step), attention (kernels against the limits),
 # gemv (products of one row), copy (host copies against the bus), speculative (with drafts against
-# without: 8B shape, then the small model and its draft), mix (a server of the 8B shape under mixed
-# load for $MIX_MINUTES, pool so small that requests are retracted). Default: all of these. draft
-# trains a draft for the small model (train_small_draft.sh; the run stays in ./draft-run). Results
-# go to $OUT (./device-results). Where a call can carry little, carry a part or two at a time: they
-# add up in .parts/ there, and are joined once all have come.
+# without: 8B shape, then the small model and its draft), weights (updates of the 8B shape, and pauses
+# under load), trainers (RL trainers with tensors on a GPU), mix (a server of the 8B shape under
+# mixed load for $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.
+# two-gpus: what only a second rank can break (scripts/device_two_gpus.sh). draft trains a draft for
+# the small model (train_small_draft.sh; the run stays in ./draft-run). Results go to $OUT
+# (./device-results). Where a call can carry little, carry a part or two at a time: they add up in
+# .parts/ there, and are joined once all have come.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,7 +25,7 @@ OUT=${OUT:-$PWD/device-results}
 SITE=${SITE:-/tmp/hispec-site}
 PARTS=${PARTS:-.parts}
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
-ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy speculative mix"
+ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy speculative weights trainers mix"
 GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
 MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
   pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
@@ -97,6 +99,15 @@ run_one() {
       "$PYTHON" benchmark/bench_speculative.py --model "$CACHE/smollm2-135m-instruct" \
         --draft python/sglang/test/data/smollm2-135m-eagle3 --json "$OUT/speculative.json"
       ;;
+    weights)
+      timeout 240 "$PYTHON" benchmark/bench_weight_update.py --model $shapes/llama-3.1-8b \
+        --json "$OUT/weight_update.json"
+      ;;
+    trainers)
+      timeout 240 "$PYTHON" -m pytest -q -rs -p no:cacheprovider --timeout 120 \
+        test/registered/rl/test_trainers_cuda.py test/registered/rl/test_memory_saver_cuda.py
+      ;;
+    two-gpus) timeout 400 "$PYTHON" scripts/two_gpus.py --json "$OUT/two_gpus.json" ;;
     mix)
       "$PYTHON" benchmark/bench_serving.py --serve $shapes/llama-3.1-8b --serve-flags \
         "--load-format dummy --skip-tokenizer-init --context-length 16384 --max-total-tokens 16384 \
@@ -113,7 +124,7 @@ run_one() {
       ;;
     attention) "$PYTHON" benchmark/bench_attention.py --json "$OUT/attention.json" ;;
     *)
-      echo "device.sh: '$1' is none of $ALL draft" >&2
+      echo "device.sh: '$1' is none of $ALL two-gpus draft" >&2
       return 2
       ;;
   esac
@@ -134,7 +145,7 @@ case ${1:-} in
     exit $failed
     ;;
   *)
-    sed -n '2,17p' "$0" | sed 's/^# \{0,1\}//'
+    sed -n '2,19p' "$0" | sed 's/^# \{0,1\}//'
     exit 2
     ;;
 esac

@@ -166,3 +166,23 @@ ensure_environment() {
   # The lock must not live on in the program that the script turns into.
   exec 9>&-
 }
+
+# Mooncake's client needs a library of the system that no wheel brings, with or without RDMA.
+ensure_rdma_library() {
+  local log="$VENV/hispec-apt.log"
+  has_rdma_library && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing libibverbs1 for Mooncake ..."
+    if install_rdma_library >"$log" 2>&1 || { apt-get update >"$log" 2>&1 && install_rdma_library >>"$log" 2>&1; }
+    then
+      has_rdma_library && return
+    fi
+    say "libibverbs1 could not be installed; apt's log: $log"
+  fi
+  say "libibverbs.so.1 is missing: Mooncake cannot be used (Debian, Ubuntu: apt-get install libibverbs1)"
+  return 1
+}
+
+has_rdma_library() { "$PY" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; }
+
+install_rdma_library() { apt-get install -y --no-install-recommends libibverbs1; }

@@ -55,8 +55,22 @@ def small_model() -> Path:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"HISPEC_MODEL_DIR={named} holds no config.json")
         return folder
+    return _fetch("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma_model() -> Path:
+    """Return the folder of Gemma 3 270M (base), fetched into the cache: its licence keeps it there.
+
+    HISPEC_GEMMA_DIR names a folder to take instead.
+    """
+    named = os.environ.get("HISPEC_GEMMA_DIR")
+    return Path(named).expanduser() if named else _fetch("gemma-3-270m")
+
+
+def _fetch(model: str) -> Path:
     fetched = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "fetch_model.py")],
+        [sys.executable, str(ROOT / "scripts" / "fetch_model.py"), "--model", model],
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,

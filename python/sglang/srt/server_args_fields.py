@@ -26,7 +26,7 @@ SCHEDULE_POLICIES = (
     "fcfs lpm random dfs-weight lof priority routing-key hrrn shortest-prefill-first"
 ).split()
 STORAGE_BACKENDS = (
-    "file sim mooncake npu_memcache hf3fs nixl aibrix dynamic eic simm mori shm tensorcast "
+    "file mooncake redis dynamic sim npu_memcache hf3fs nixl aibrix eic simm mori shm tensorcast "
     "seaweedfs"
 ).split()
 
@@ -188,6 +188,21 @@ class ServerArgsFields:
     max_running_requests: int | None = arg(None, "Most requests in a batch; auto.")
     max_queued_requests: int | None = arg(None, "Longest waiting queue; more get 503.")
     max_total_tokens: int | None = arg(None, "Size of the KV pool in tokens; auto.")
+    swa_full_tokens_ratio: float = arg(
+        0.8, "KV of sliding-window layers over KV of the others, in tokens, for models with both."
+    )
+    disable_hybrid_swa_memory: bool = arg(
+        False, "Keep the KV of sliding-window layers as long as that of the others."
+    )
+    mamba_full_memory_ratio: float = arg(
+        0.9, "Memory of recurrent states over memory of the KV pool, for models that have both."
+    )
+    max_mamba_cache_size: int | None = arg(
+        None, "Recurrent states in total: of running requests and cached ones; auto."
+    )
+    mamba_track_interval: int = arg(
+        256, "Output tokens after which a request's recurrent state is kept for the prefix cache."
+    )
     chunked_prefill_size: int | None = arg(None, "Most tokens of a prefill step; -1 off; auto.")
     max_prefill_tokens: int = arg(16384, "Most tokens of all prompts of one prefill batch.")
     schedule_policy: str = arg("fcfs", "Order of the waiting queue.", choices=SCHEDULE_POLICIES)
@@ -349,6 +364,9 @@ class ServerArgsFields:
     speculative_accept_threshold_single: float = arg(1.0, "Accept a token above this.")
     speculative_accept_threshold_acc: float = arg(1.0, "Accept above this accumulated.")
     speculative_use_rejection_sampling: bool = arg(False, "Exact rejection sampling.")
+    enable_multi_layer_eagle: bool = arg(
+        False, "Draft step i by layer i of those that predict further tokens (MTP)."
+    )
     speculative_token_map: str | None = arg(None, "File of the draft's hot vocabulary.")
     speculative_attention_mode: str = arg(
         "prefill", "Attention kernels of verification.", choices=["prefill", "decode"]

@@ -102,7 +102,11 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "this layout of the host pool",
         ("layer_first", "page_first", "page_first_direct"),
     ),
-    NotBuilt("hicache_storage_backend", "this storage backend", (None, "file", "dynamic")),
+    NotBuilt(
+        "hicache_storage_backend",
+        "this storage backend",
+        (None, "file", "mooncake", "redis", "dynamic"),
+    ),
     NotBuilt("hicache_storage_retry_poll_interval", "asking storage again after a miss"),
     NotBuilt("hicache_storage_retry_max_attempts", "asking storage again after a miss"),
     NotBuilt(
@@ -288,7 +292,7 @@ def _normalize_hicache(args: ServerArgsFields) -> None:
         args.hicache_io_backend = "direct"
     if args.hicache_mem_layout == "page_first" and args.hicache_io_backend == "direct":
         args.hicache_mem_layout = "page_first_direct"
-    remote = args.hicache_storage_backend in ("mooncake", "npu_memcache")
+    remote = args.hicache_storage_backend in ("mooncake", "npu_memcache", "redis")
     if remote and args.hicache_mem_layout == "layer_first":
         direct = args.hicache_io_backend == "direct"
         args.hicache_mem_layout = "page_first_direct" if direct else "page_first"
@@ -317,9 +321,13 @@ def _normalize_speculation(args: ServerArgsFields) -> None:
         # A path of repeated tokens may use up the whole tree.
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens - 1)
         return
-    if algorithm == "NEXTN" and args.speculative_draft_model_path is None:
-        # The draft is a layer in the target's own files.
+    if algorithm in ("EAGLE", "NEXTN") and args.speculative_draft_model_path is None:
+        # The draft is a layer in the target's own files: `model_check` looks for it.
         args.speculative_draft_model_path = args.model_path
+    if args.enable_multi_layer_eagle and args.speculative_eagle_topk is None:
+        args.speculative_eagle_topk = 1
+        if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
+            args.speculative_num_steps = _DEFAULT_DRAFT_SHAPES["NEXTN"][0]
     if args.speculative_num_steps is None and algorithm in _DEFAULT_DRAFT_SHAPES:
         _require(
             args.speculative_eagle_topk is None and args.speculative_num_draft_tokens is None,
@@ -412,6 +420,9 @@ _AT_LEAST: dict[str, float] = {
     "max_running_requests": 1,
     "max_queued_requests": 1,
     "max_total_tokens": 1,
+    "max_mamba_cache_size": 1,
+    "mamba_track_interval": 1,
+    "mamba_full_memory_ratio": 0,
     "cuda_graph_max_bs_decode": 1,
     "max_prefill_tokens": 1,
     "stream_interval": 1,
@@ -452,6 +463,10 @@ def _check_ranges(args: ServerArgsFields) -> None:
     _require(
         fraction is None or 0 < fraction < 1,
         f"--mem-fraction-static must lie between 0 and 1, not {fraction}.",
+    )
+    _require(
+        0 < args.swa_full_tokens_ratio <= 1,
+        f"--swa-full-tokens-ratio must lie in (0, 1], not {args.swa_full_tokens_ratio}.",
     )
     _require(
         0 < args.hicache_host_memory_fraction <= 1,
@@ -550,6 +565,26 @@ def _check_hicache(args: ServerArgsFields) -> None:
     )
 
 
+def _check_multi_layer_draft(args: ServerArgsFields) -> None:
+    if not args.enable_multi_layer_eagle:
+        return
+    _require(
+        args.speculative_algorithm in ("EAGLE", "NEXTN"),
+        "--enable-multi-layer-eagle needs --speculative-algorithm NEXTN or EAGLE, and a model with "
+        "layers that predict further tokens.",
+    )
+    _require(
+        args.speculative_eagle_topk == 1,
+        "--enable-multi-layer-eagle drafts chains, --speculative-eagle-topk must be 1: each layer "
+        "writes its KV while catching up, one entry a position, before there are branches.",
+    )
+    _require(
+        not args.speculative_use_rejection_sampling,
+        "--enable-multi-layer-eagle drafts while catching up, before it is known how the next "
+        "tokens will be sampled: --speculative-use-rejection-sampling cannot draw them.",
+    )
+
+
 def _check_speculation(args: ServerArgsFields) -> None:
     algorithm = args.speculative_algorithm
     if algorithm is None:
@@ -557,6 +592,7 @@ def _check_speculation(args: ServerArgsFields) -> None:
             args.speculative_draft_model_path is None,
             "--speculative-draft-model-path needs --speculative-algorithm.",
         )
+        _check_multi_layer_draft(args)
         return
     needs_draft = algorithm in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
     if not needs_draft and algorithm != "NGRAM":
@@ -586,6 +622,7 @@ def _check_speculation(args: ServerArgsFields) -> None:
         f"{shape[0]} draft steps of top {shape[1]} make {most} nodes: "
         f"--speculative-num-draft-tokens can be at most {most + 1}.",
     )
+    _check_multi_layer_draft(args)
     thresholds = (
         args.speculative_accept_threshold_single,
         args.speculative_accept_threshold_acc,
@@ -596,8 +633,10 @@ def _check_speculation(args: ServerArgsFields) -> None:
     )
     _require(
         not args.speculative_use_rejection_sampling
-        or (algorithm in ("EAGLE", "EAGLE3") and shape[1] == 1 and thresholds == (1.0, 1.0)),
-        "--speculative-use-rejection-sampling works with EAGLE and EAGLE3, "
+        or (
+            algorithm in ("EAGLE", "EAGLE3", "NEXTN") and shape[1] == 1 and thresholds == (1.0, 1.0)
+        ),
+        "--speculative-use-rejection-sampling works with EAGLE, EAGLE3 and NEXTN, "
         "--speculative-eagle-topk 1 and thresholds of 1.",
     )
     _require(

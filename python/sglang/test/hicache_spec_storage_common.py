@@ -40,6 +40,7 @@ from sglang.srt.speculative.worker_factory import (
 )
 from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
+from sglang.test.fakes.store_servers import StoreServers
 from sglang.test.small_server import SmallServer, serve
 from sglang.test.test_utils import SMALL_EAGLE3_DRAFT
 
@@ -77,6 +78,41 @@ def storage_files(folder: str | Path) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class StorageChoice:
+    """A storage backend as tests choose one; ``config``: its extra config, JSON."""
+
+    backend: str
+    class_name: str
+    config: str
+    folder: Path | None = None  # of the file backend
+
+    @classmethod
+    def in_folder(cls, folder: str | Path) -> StorageChoice:
+        """Pages in files."""
+        config = json.dumps({"file_storage_path": str(folder)})
+        return cls("file", "HiCacheFile", config, Path(folder))
+
+    @classmethod
+    def in_store(cls, servers: StoreServers) -> StorageChoice:
+        """Pages in a shared store."""
+        return cls(servers.backend, servers.class_name, json.dumps(servers.extra_config()))
+
+
+EAGLE3_FLAGS = (
+    "--speculative-algorithm",
+    "EAGLE3",
+    "--speculative-draft-model-path",
+    str(SMALL_EAGLE3_DRAFT),
+    "--speculative-num-steps",
+    7,
+    "--speculative-eagle-topk",
+    1,
+    "--speculative-num-draft-tokens",
+    8,
+)
+
+
+@dataclass(frozen=True)
 class Answer:
     """One greedy answer and where its prompt came from."""
 
@@ -91,20 +127,22 @@ class Answer:
 
 
 class SpecStorageServer:
-    """Starts servers over one storage folder, one after the other."""
+    """Starts servers over one storage, one after the other or side by side."""
 
-    def __init__(self, model: str, folder: str | Path, *flags: str | int | float) -> None:
+    def __init__(
+        self, model: str, storage: str | Path | StorageChoice, *flags: str | int | float
+    ) -> None:
         self.model = model
-        self.folder = Path(folder)
+        if not isinstance(storage, StorageChoice):
+            storage = StorageChoice.in_folder(storage)
+        self.storage = storage
         self.flags = flags
         self.prompt = repetitive_prompt(model)
 
     @contextmanager
     def start(self) -> Iterator[SmallServer]:
-        """A server with the cache, the storage folder and the page size of these tests."""
-        config = json.dumps(
-            {"file_storage_path": str(self.folder), "hicache_storage_pass_prefix_keys": True}
-        )
+        """A server with the cache, the storage and the page size of these tests."""
+        options = {**json.loads(self.storage.config), "hicache_storage_pass_prefix_keys": True}
         with serve(
             self.model,
             "--page-size",
@@ -113,11 +151,11 @@ class SpecStorageServer:
             "--hicache-ratio",
             1.2,
             "--hicache-storage-backend",
-            "file",
+            self.storage.backend,
             "--hicache-storage-prefetch-policy",
             "wait_complete",
             "--hicache-storage-backend-extra-config",
-            config,
+            json.dumps(options),
             "--num-threads",
             2,
             *self.flags,
@@ -139,19 +177,21 @@ class SpecStorageServer:
 
     def wait_for_pages(self, num_target: int, num_draft: int, timeout_s: float = 30.0) -> None:
         """Until both kinds of pages are in the folder. Raises AssertionError in the end."""
+        folder = self.storage.folder
+        assert folder is not None, "only files can be counted"
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = storage_files(self.folder)
+            found = storage_files(folder)
             if found[0] >= num_target and found[1] >= num_draft:
                 return
             time.sleep(0.1)
-        raise AssertionError(f"{storage_files(self.folder)} pages in storage after {timeout_s} s")
+        raise AssertionError(f"{storage_files(folder)} pages in storage after {timeout_s} s")
 
 
-def check_restored(first: Answer, second: Answer) -> None:
+def check_restored(first: Answer, second: Answer, class_name: str = "HiCacheFile") -> None:
     """The second answer came from storage, at full speed."""
     assert second.output_ids == first.output_ids
-    assert second.cached["storage_backend"] == "HiCacheFile"
+    assert second.cached["storage_backend"] == class_name
     assert second.cached["storage"] >= MIN_STORAGE_TOKENS, second.cached
     assert second.accept_length >= MIN_ACCEPT_LENGTH
     ratio = second.accept_length / first.accept_length
@@ -165,7 +205,7 @@ def check_restored(first: Answer, second: Answer) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RigOptions:
-    """What a `SpecCacheRig` is made of. `storage`: folder of the file backend."""
+    """What a `SpecCacheRig` is made of. `storage`: a text is a folder of the file backend."""
 
     algorithm: str = "EAGLE3"
     num_steps: int = 7
@@ -179,7 +219,7 @@ class RigOptions:
     host_ratio: float = 2.0
     chunk_size: int | None = None
     overlap: bool = False
-    storage: str | None = None
+    storage: str | StorageChoice | None = None
     draft_storage_policy: str = "clamp"
     sync_draft: bool = True
 
@@ -315,12 +355,14 @@ class SpecCacheRig:
         )
 
     def _control(self, tree: Any) -> HiCacheControl:
-        folder = self.options.storage
+        storage = self.options.storage
+        if isinstance(storage, str):
+            storage = StorageChoice.in_folder(storage)
         return HiCacheControl(
             tree,
             served_model_name="small",
-            storage_backend=None if folder is None else "file",
-            extra_config=None if folder is None else json.dumps({"file_storage_path": folder}),
+            storage_backend=None if storage is None else storage.backend,
+            extra_config=None if storage is None else storage.config,
             prefetch_policy="wait_complete",
             write_policy="write_through",
         )
@@ -393,3 +435,32 @@ class SpecCacheRig:
         """Stop threads, give the host memory back."""
         self.harness.tree.shutdown()
         self.controller.host_pools.destroy()
+
+
+def check_same_kv(
+    before: dict[PoolName, torch.Tensor], after: dict[PoolName, torch.Tensor]
+) -> None:
+    """The same bytes in all pools."""
+    assert before.keys() == after.keys()
+    for name, kv in before.items():
+        assert kv.shape == after[name].shape
+        assert torch.equal(kv, after[name]), f"{name} KV changed on its way"
+
+
+def check_tiers(rig: SpecCacheRig, prompt: list[int]) -> None:
+    """Cold, device, host and storage give the same tokens, accept lengths and bytes."""
+    cold = rig.ask(prompt)
+    kv = rig.cached_kv(prompt)
+    assert kv[PoolName.KV].shape[2] >= MIN_STORAGE_TOKENS
+    answers: list[tuple[str, Answer]] = [("device", rig.ask(prompt))]
+    assert rig.evict_device() >= MIN_STORAGE_TOKENS
+    answers.append(("host", rig.ask(prompt)))
+    check_same_kv(kv, rig.cached_kv(prompt))
+    if rig.options.storage is not None:
+        rig.flush()
+        answers.append(("storage", rig.ask(prompt)))
+        check_same_kv(kv, rig.cached_kv(prompt))
+    for tier, answer in answers:
+        assert answer.output_ids == cold.output_ids
+        assert answer.cached[tier] >= MIN_STORAGE_TOKENS, (tier, answer.cached)
+        assert answer.accept_length == cold.accept_length

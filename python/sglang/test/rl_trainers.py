@@ -4,6 +4,9 @@
 of its own, as a trainer is. It reads the weights to push from a checkpoint folder, generates
 before and after like a rollout worker, and writes one JSON line with what it saw. Group creation
 is written out here as trainers carry it themselves, not imported from the server.
+
+`--device cuda:1` keeps the tensors on that GPU: handles instead of bytes travel then, and groups
+are NCCL's. Without it everything is on the CPU, over gloo.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import asyncio
 import base64
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -31,8 +35,10 @@ import zmq
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing import reductions
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.platforms.cuda import uuid_of_device
 from sglang.srt.utils import MultiprocessingSerializer, get_free_port
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.utils.serialization import _rebuild_cpu_tensor
@@ -115,6 +121,12 @@ class Trainer:
     weights: NamedTensors
     folder: str
     version: str
+    device: torch.device
+
+    @property
+    def backend(self) -> str:
+        """Of its groups."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def buckets(self, size: int = 7) -> Iterator[NamedTensors]:
         for start in range(0, len(self.weights), size):
@@ -126,7 +138,9 @@ class Trainer:
 # ------------------------------------------------------------------------------------------------
 
 
-def join_as_rank_zero(port: int, world_size: int, group_name: str) -> dist.ProcessGroup:
+def join_as_rank_zero(
+    port: int, world_size: int, group_name: str, backend: str = "gloo"
+) -> dist.ProcessGroup:
     """The routine that trainers copy from each other: rendezvous, prefix, helper, registration."""
     timeout = timedelta(seconds=60)
     url = f"tcp://127.0.0.1:{port}"
@@ -136,7 +150,7 @@ def join_as_rank_zero(port: int, world_size: int, group_name: str) -> dist.Proce
         world_size,
         rank,
         [],
-        c10d.Backend("gloo"),
+        c10d.Backend(backend),
         c10d.PrefixStore(group_name, store),
         group_name=c10d.GroupName(group_name),
         backend_options=None,
@@ -147,22 +161,28 @@ def join_as_rank_zero(port: int, world_size: int, group_name: str) -> dist.Proce
 
 
 def connect(
-    rollout: Rollout, group_name: str, *, port_as_text: bool = False, **oddities: Any
+    rollout: Rollout,
+    group_name: str,
+    *,
+    backend: str = "gloo",
+    num_ranks: int = 1,
+    port_as_text: bool = False,
+    **oddities: Any,
 ) -> dist.ProcessGroup:
-    """Ask the server to join and join meanwhile: its answer comes when both are there."""
+    """Ask a server of so many ranks to join, and join meanwhile: it answers when all are there."""
     port = get_free_port()
     body = {
         "master_address": "127.0.0.1",
         "master_port": str(port) if port_as_text else port,
         "rank_offset": 1,
-        "world_size": 2,
+        "world_size": 1 + num_ranks,
         "group_name": group_name,
-        "backend": "gloo",
+        "backend": backend,
         **oddities,
     }
     with ThreadPoolExecutor(1) as pool:
         asked: Future[Any] = pool.submit(rollout.must, "/init_weights_update_group", body)
-        group = join_as_rank_zero(port, 2, group_name)
+        group = join_as_rank_zero(port, 1 + num_ranks, group_name, backend)
         asked.result(60)
     return group
 
@@ -187,6 +207,12 @@ def push_by_broadcast(
             asked.result(60)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until what was queued on the device is done."""
+    if device.type == "cuda":
+        torch.accelerator.synchronize(device)
+
+
 def serialize_bucket(bucket: NamedTensors) -> str:
     """A flattened bucket as base64."""
     flat = FlattenedTensorBucket(named_tensors=bucket)
@@ -204,7 +230,7 @@ def slime_nccl(trainer: Trainer) -> None:
     rollout, name = trainer.rollout, "slime-pp_0"
     rollout.wait_healthy()
     rollout.post("/destroy_weights_update_group", {"group_name": name})  # its error is ignored
-    group = connect(rollout, name)
+    group = connect(rollout, name, backend=trainer.backend)
     rollout.must("/pause_generation", {})
     rollout.flush()
     push_by_broadcast(trainer, group, name, flush_cache=False, weight_version=trainer.version)
@@ -221,7 +247,8 @@ def slime_colocated(trainer: Trainer) -> None:
     rollout.must("/pause_generation", {})
     rollout.flush()
     monkey_patch_torch_reductions()
-    nothing = {"flattened_tensor": torch.empty(0, dtype=torch.uint8), "metadata": []}
+    empty = torch.empty(0, dtype=torch.uint8, device=trainer.device)
+    nothing = {"flattened_tensor": empty, "metadata": []}
     payloads = [serialize_bucket(bucket) for bucket in trainer.buckets()]
     for payload in [MultiprocessingSerializer.serialize(nothing, output_str=True), *payloads]:
         rollout.must(
@@ -242,7 +269,7 @@ def miles(trainer: Trainer) -> None:
     rollout, name = trainer.rollout, "miles-pp_0"
     rollout.wait_healthy()
     rollout.flush()
-    group = connect(rollout, name)
+    group = connect(rollout, name, backend=trainer.backend)
     rollout.must("/pause_generation", {"mode": "retract"})
     rollout.flush()
     rollout.must("/begin_weight_update", {"selector": "target"})
@@ -295,7 +322,14 @@ def areal(trainer: Trainer) -> None:
     """The port as text, an address in brackets, aborts with each update, flush by default."""
     rollout, name = trainer.rollout, "update_weight_group_0"
     rollout.must("/pause_generation", {})
-    group = connect(rollout, name, port_as_text=True, master_address="[127.0.0.1]", pp_rank=0)
+    group = connect(
+        rollout,
+        name,
+        backend=trainer.backend,
+        port_as_text=True,
+        master_address="[127.0.0.1]",
+        pp_rank=0,
+    )
     push_by_broadcast(trainer, group, name, abort_all_requests=True, weight_version=trainer.version)
     rollout.must("/continue_generation", {})
     rollout.must("/destroy_weights_update_group", {"group_name": name})
@@ -322,6 +356,7 @@ def nemo_rl(trainer: Trainer) -> None:
     rollout.must("/release_memory_occupation", {"tags": ["weights"]})
     rollout.must("/release_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
     rollout.must("/resume_memory_occupation", {"tags": ["weights"]})
+    monkey_patch_torch_reductions()
     private = _private_metadata_class()
     for bucket in trainer.buckets():
         for dtype in {tensor.dtype for _, tensor in bucket}:
@@ -371,6 +406,7 @@ def roll(trainer: Trainer) -> None:
     assert rollout.post("/flush_cache").status_code == 200
     rollout.must("/release_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]})
     rollout.must("/resume_memory_occupation", {"tags": ["weights"]})
+    monkey_patch_torch_reductions()
     rollout.must(
         "/update_weights_from_tensor",
         {
@@ -395,9 +431,9 @@ def roll(trainer: Trainer) -> None:
 
 
 def checkpoint_engine(trainer: Trainer) -> None:
-    """A buffer shared over zmq: the worker half of MoonshotAI's protocol, without a GPU."""
+    """A buffer shared over zmq: the sender's half of MoonshotAI's protocol."""
     total = sum(tensor.nbytes for _, tensor in trainer.weights)
-    buffer = torch.empty(total, dtype=torch.uint8).share_memory_()
+    buffer = torch.empty(total, dtype=torch.uint8, device=trainer.device)
     entries, offset = [], 0
     for name, tensor in trainer.weights:
         end = offset + tensor.nbytes
@@ -406,16 +442,23 @@ def checkpoint_engine(trainer: Trainer) -> None:
             {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "offset": offset}
         )
         offset = end
+    synchronize(trainer.device)
+    handle: tuple[Any, ...]
+    if trainer.device.type == "cuda":
+        key = f"GPU-{uuid_of_device(trainer.device.index or 0)}"
+        handle = reductions.reduce_tensor(buffer)
+    else:
+        key = "cpu-0"
+        handle = (_rebuild_cpu_tensor, (buffer.numpy().tobytes(), torch.uint8, tuple(buffer.shape)))
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     body = {
-        "zmq_handles": {"cpu-0": f"tcp://127.0.0.1:{port}"},
+        "zmq_handles": {key: f"tcp://127.0.0.1:{port}"},
         "weight_version": trainer.version,
     }
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(trainer.rollout.must, "/update_weights_from_ipc", body)
-        handle = (_rebuild_cpu_tensor, (buffer.numpy().tobytes(), torch.uint8, tuple(buffer.shape)))
         for message in (handle, entries, None):
             socket.send(MultiprocessingSerializer.serialize(message))
             answer = socket.recv()
@@ -428,7 +471,7 @@ def checkpoint_engine(trainer: Trainer) -> None:
 def dying(trainer: Trainer) -> None:
     """Ends without a word when the server waits for the second of two tensors."""
     rollout, name = trainer.rollout, "doomed"
-    group = connect(rollout, name)
+    group = connect(rollout, name, backend=trainer.backend)
     bucket = trainer.weights[:2]
     body = {
         "names": [key for key, _ in bucket],
@@ -440,7 +483,21 @@ def dying(trainer: Trainer) -> None:
         target=rollout.post, args=("/update_weights_from_distributed", body), daemon=True
     ).start()
     dist.broadcast(bucket[0][1], src=0, group=group)
+    synchronize(trainer.device)
     os._exit(9)
+
+
+def run_trainer(
+    name: str, url: str, weights: Path, version: str = "1", device: str = "cpu"
+) -> dict[str, Any]:
+    """Run a trainer in a process of its own; what it saw before and after its update."""
+    command = [sys.executable, "-m", "sglang.test.rl_trainers", name, "--url", url]
+    command += ["--weights", str(weights), "--version", version, "--device", device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    if done.returncode != 0:
+        raise AssertionError(f"{name} ended with {done.returncode}: {done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 TRAINERS: dict[str, Callable[[Trainer], None]] = {
@@ -465,10 +522,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--version", default="1")
+    parser.add_argument("--device", default="cpu", help="of the tensors, e.g. cuda:1")
     options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        torch.accelerator.set_device_index(device.index or 0)
     files = sorted(Path(options.weights).glob("*.safetensors"))
-    weights = [item for file in files for item in load_file(file).items()]
-    trainer = Trainer(Rollout(options.url), weights, options.weights, options.version)
+    weights = [item for file in files for item in load_file(file, options.device).items()]
+    trainer = Trainer(Rollout(options.url), weights, options.weights, options.version, device)
     before = [trainer.rollout.generate(prompt) for prompt in PROMPTS]
     {**TRAINERS, dying.__name__: dying}[options.trainer](trainer)
     after = [trainer.rollout.generate(prompt) for prompt in PROMPTS]

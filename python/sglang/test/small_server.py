@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,23 +50,30 @@ class SmallServer:
         return sorted(child.pid for child in psutil.Process(self.pid).children(recursive=True))
 
 
-def metric(server: SmallServer, name: str, **labels: str) -> float:
-    """The value of a metric, summed over the label sets that contain `labels`; 0: never seen."""
+def sum_series(text: str, name: str, **labels: str) -> float:
+    """A metric of a Prometheus page, summed over the label sets with `labels`; 0: not there."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     total = 0.0
-    for line in server.get("/metrics").text.splitlines():
+    for line in text.splitlines():
         series, _, value = line.rpartition(" ")
         if series.partition("{")[0] == name and all(label in series for label in wanted):
             total += float(value)
     return total
 
 
+def metric(server: SmallServer, name: str, **labels: str) -> float:
+    """The value of a server's metric, as `sum_series`."""
+    return sum_series(server.get("/metrics").text, name, **labels)
+
+
 @contextmanager
-def serve(model: str, *flags: str | int | float) -> Iterator[SmallServer]:
-    """Serve a model folder on a free port."""
+def serve(
+    model: str, *flags: str | int | float, env: Mapping[str, str] | None = None
+) -> Iterator[SmallServer]:
+    """Serve a model folder on a free port. `env` is laid over this process's environment."""
     args: Sequence[str | int | float] = ("--max-total-tokens", 8192, "--num-threads", 1, *flags)
     url = f"http://127.0.0.1:{get_free_port()}"
-    process = popen_launch_server(model, url, _START_TIMEOUT_S, other_args=args)
+    process = popen_launch_server(model, url, _START_TIMEOUT_S, other_args=args, env=env)
     try:
         yield SmallServer(url, process.pid)
     finally:

@@ -21,12 +21,14 @@ register_cpu_ci(est_time=60, suite="benchmarks")
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmark"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-TIMEOUT_S = 150
+TIMEOUT_S = 200
 
 # Script: its small form, to which the file of the figures is added; the longest first.
 SMALL_FORMS = {
+    "bench_replicas": ["--small", "--json"],
     "bench_serving": ["--small", "--json"],
     "bench_cpu_engine": ["--small", "--threads", "1", "--json"],
+    "bench_weight_update": ["--small", "--json"],
     "bench_one_batch": ["--device", "cpu", "--small", "--json"],
     "bench_overhead": ["--device", "cpu", "--json"],
     "bench_attention": ["--small", "--json"],

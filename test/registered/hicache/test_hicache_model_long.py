@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.hicache_model import HiCacheModel, ModelConfig
 
-register_cpu_ci(est_time=150, suite="hicache")
+register_cpu_ci(est_time=210, suite="hicache")
 
 PAGE_SIZES = (1, 4, 16)
 
@@ -57,16 +57,30 @@ def test_one_rank(write_policy: str, prefetch_policy: str) -> None:
 
 
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
-def test_recurrent_state(write_policy: str) -> None:
-    """3 x 3 x 3 x 800 = 21,600 steps."""
+@pytest.mark.parametrize("prefetch_policy", PREFETCH_POLICIES)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_recurrent_state(write_policy: str, prefetch_policy: str, num_ranks: int) -> None:
+    """18 x 3 x 3 x 500 = 81,000 steps, half of them on each of two ranks."""
+    counts: Counter[str] = Counter()
     for page_size, num_states in itertools.product(PAGE_SIZES, (2, 5, 30)):
         config = ModelConfig(
             make_tree=HiMambaRadixCache,
             page_size=page_size,
+            is_eagle=num_states == 5,
             write_policy=write_policy,
+            prefetch_policy=prefetch_policy,
+            num_ranks=num_ranks,
             num_states=num_states,
+            num_host_states=8,
+            with_faults=num_states != 30,
         )
-        HiCacheModel(config, page_size + num_states).run(800)
+        model = HiCacheModel(config, page_size + num_states)
+        model.run(500)
+        counts += model.counts
+    # Few of so short lives are asked for twice: that is what the selective policy waits for.
+    has_loads = write_policy != "write_through_selective"
+    for name in ("backup_tokens", "backuped_tokens", "load_back_tokens")[: 2 + has_loads]:
+        assert counts[name] > 20, counts
 
 
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)

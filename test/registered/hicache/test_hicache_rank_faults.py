@@ -18,78 +18,45 @@ import requests
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.fault_store import Fault
-from sglang.test.fakes.served_fault_store import FaultSwitch
-from sglang.test.fakes.tiny_models import make_tiny_checkpoint
-from sglang.test.small_server import SmallServer, serve
+from sglang.test.hicache_fault_server import (
+    FULL,
+    GREEDY,
+    WAIT_S,
+    FaultServer,
+    from_storage,
+    prompt,
+    serve_with_faults,
+)
 
 register_cpu_ci(est_time=25, suite="hicache")
 
-PAGE = 16
-FULL = 192
-WAIT_S = 0.4
 SLACK_S = 2.0  # two ranks on a busy machine
-GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-
-
-def prompt(number: int) -> list[int]:
-    return [3 + (number * 31 + 7 * i + i * i // 7) % 190 for i in range(200)]
 
 
 @pytest.fixture(scope="module")
-def switch(tmp_path_factory: pytest.TempPathFactory) -> FaultSwitch:
-    return FaultSwitch(tmp_path_factory.mktemp("switch") / "faults.json")
-
-
-@pytest.fixture(scope="module")
-def server(switch: FaultSwitch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallServer]:
-    model = make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
-    config = switch.extra_config(
-        prefetch_threshold=PAGE, prefetch_timeout_base=WAIT_S, prefetch_timeout_per_ki_token=0.0
-    )
-    with serve(
-        str(model),
-        *("--max-total-tokens", 1024, "--page-size", PAGE, "--tp", 2),
-        *("--enable-hierarchical-cache", "--hicache-ratio", 2),
-        *("--hicache-storage-backend", "dynamic", "--hicache-storage-prefetch-policy", "timeout"),
-        *("--hicache-storage-backend-extra-config", config),
-    ) as running:
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultServer]:
+    with serve_with_faults(tmp_path_factory.mktemp("server"), "--tp", 2) as running:
         yield running
 
 
-def ask(server: SmallServer, number: int) -> dict[str, Any]:
-    answer: dict[str, Any] = server.generate(input_ids=prompt(number), sampling_params=GREEDY)
-    return answer
-
-
-def flush(server: SmallServer) -> None:
-    reply = server.post("/flush_cache?timeout=30")
-    assert reply.status_code == 200, reply.text
-
-
-def from_storage(answer: dict[str, Any]) -> int:
-    return int((answer["meta_info"]["cached_tokens_details"] or {}).get("storage", 0))
-
-
 @pytest.fixture(scope="module")
-def expected(server: SmallServer) -> list[list[int]]:
-    return [ask(server, number)["output_ids"] for number in range(6)]
+def expected(case: FaultServer) -> list[list[int]]:
+    return [case.ask(number)["output_ids"] for number in range(6)]
 
 
 @pytest.fixture(autouse=True)
-def well_afterwards(
-    server: SmallServer, switch: FaultSwitch, expected: list[list[int]]
-) -> Iterator[None]:
-    switch.set(None)
+def well_afterwards(case: FaultServer, expected: list[list[int]]) -> Iterator[None]:
+    case.switch.set(None)
     for number in range(len(expected)):
-        ask(server, number)
-    flush(server)
-    children = server.children()
+        case.ask(number)
+    case.flush()
+    children = case.server.children()
     yield
-    switch.set(None)
-    flush(server)
-    answer = ask(server, 0)
+    case.switch.set(None)
+    case.flush()
+    answer = case.ask(0)
     assert (answer["output_ids"], from_storage(answer)) == (expected[0], FULL)
-    assert server.children() == children
+    assert case.server.children() == children
 
 
 @pytest.mark.parametrize(
@@ -103,17 +70,16 @@ def well_afterwards(
     ids=lambda value: value.value if isinstance(value, Fault) else str(value),
 )
 def test_one_rank_cannot_read(
-    server: SmallServer,
-    switch: FaultSwitch,
+    case: FaultServer,
     expected: list[list[int]],
     rank: int,
     fault: Fault,
     call: str,
 ) -> None:
-    switch.set(fault, call, rank=rank)
+    case.switch.set(fault, call, rank=rank)
     start = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
-        answers = list(pool.map(lambda number: ask(server, number), range(3)))
+        answers = list(pool.map(lambda number: case.ask(number), range(3)))
     assert time.monotonic() - start < WAIT_S + SLACK_S
     assert [answer["output_ids"] for answer in answers] == expected[:3]
     # What one rank lacks no rank uses.
@@ -121,26 +87,24 @@ def test_one_rank_cannot_read(
 
 
 @pytest.mark.parametrize("fault", [Fault.TRUNCATE, Fault.HANG])
-def test_one_rank_cannot_write(
-    server: SmallServer, switch: FaultSwitch, expected: list[list[int]], fault: Fault
-) -> None:
-    switch.set(fault, "set", rank=1)
+def test_one_rank_cannot_write(case: FaultServer, expected: list[list[int]], fault: Fault) -> None:
+    case.switch.set(fault, "set", rank=1)
     new = range(20 + 4 * list(Fault).index(fault), 24 + 4 * list(Fault).index(fault))
-    first = [ask(server, number)["output_ids"] for number in new]
-    assert server.post("/flush_cache").status_code == 200
-    assert [ask(server, number)["output_ids"] for number in new] == first
-    switch.set(None)
-    flush(server)
+    first = [case.ask(number)["output_ids"] for number in new]
+    assert case.server.post("/flush_cache").status_code == 200
+    assert [case.ask(number)["output_ids"] for number in new] == first
+    case.switch.set(None)
+    case.flush()
     for _ in range(2):
-        answers = [ask(server, number) for number in new]
+        answers = [case.ask(number) for number in new]
         assert [answer["output_ids"] for answer in answers] == first
-        flush(server)
+        case.flush()
     assert [from_storage(answer) for answer in answers] == [FULL] * len(new)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_storm_while_one_rank_is_slow(
-    server: SmallServer, switch: FaultSwitch, expected: list[list[int]], rank: int
+    case: FaultServer, expected: list[list[int]], rank: int
 ) -> None:
     rng = random.Random(rank)
     wrong: list[int] = []
@@ -148,15 +112,15 @@ def test_a_storm_while_one_rank_is_slow(
     def call(number: int, patience_s: float) -> None:
         body: dict[str, Any] = {"input_ids": prompt(number), "sampling_params": GREEDY}
         try:
-            reply = requests.post(f"{server.url}/generate", json=body, timeout=(1, patience_s))
+            reply = requests.post(f"{case.server.url}/generate", json=body, timeout=(1, patience_s))
         except requests.Timeout:
             return
         if reply.json()["output_ids"] != expected[number]:
             wrong.append(number)
 
     for _ in range(4):
-        switch.set(None, delay_s=rng.choice([0.0, 0.01, 0.05]), rank=rank)
-        server.post("/flush_cache")
+        case.switch.set(None, delay_s=rng.choice([0.0, 0.01, 0.05]), rank=rank)
+        case.server.post("/flush_cache")
         callers = [
             threading.Thread(target=call, args=(rng.randrange(6), rng.uniform(0.005, 0.4)))
             for _ in range(12)

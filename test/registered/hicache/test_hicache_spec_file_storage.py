@@ -19,37 +19,26 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.hicache_spec_storage_common import (
     ACCEPT_RATIO,
+    EAGLE3_FLAGS,
     LONG_UNIT,
     MIN_ACCEPT_LENGTH,
     MIN_STORAGE_TOKENS,
     PAGE_SIZE,
     PROMPT_LEN,
-    Answer,
     RigOptions,
     SpecCacheRig,
     SpecStorageServer,
     SpecWorkerCache,
     check_restored,
+    check_same_kv,
+    check_tiers,
     repetitive_prompt,
     storage_files,
 )
-from sglang.test.test_utils import SMALL_EAGLE3_DRAFT
 
 register_cpu_ci(est_time=180, suite="hicache")
 register_cuda_ci(est_time=180, suite="hicache")
 
-EAGLE3_FLAGS = (
-    "--speculative-algorithm",
-    "EAGLE3",
-    "--speculative-draft-model-path",
-    str(SMALL_EAGLE3_DRAFT),
-    "--speculative-num-steps",
-    7,
-    "--speculative-eagle-topk",
-    1,
-    "--speculative-num-draft-tokens",
-    8,
-)
 # The last page of the prompt is computed in any case.
 NUM_PAGES = PROMPT_LEN // PAGE_SIZE - 1
 
@@ -99,34 +88,6 @@ def test_restarted_server_answers_from_storage_at_full_accept_length(
 # ------------------------------------------------------------------------------------------------
 
 
-def _check_same_kv(
-    before: dict[PoolName, torch.Tensor], after: dict[PoolName, torch.Tensor]
-) -> None:
-    assert before.keys() == after.keys()
-    for name, kv in before.items():
-        assert kv.shape == after[name].shape
-        assert torch.equal(kv, after[name]), f"{name} KV changed on its way"
-
-
-def _check_tiers(rig: SpecCacheRig, prompt: list[int]) -> None:
-    """Cold, device, host and storage give the same tokens, accept lengths and bytes."""
-    cold = rig.ask(prompt)
-    kv = rig.cached_kv(prompt)
-    assert kv[PoolName.KV].shape[2] >= MIN_STORAGE_TOKENS
-    answers: list[tuple[str, Answer]] = [("device", rig.ask(prompt))]
-    assert rig.evict_device() >= MIN_STORAGE_TOKENS
-    answers.append(("host", rig.ask(prompt)))
-    _check_same_kv(kv, rig.cached_kv(prompt))
-    if rig.options.storage is not None:
-        rig.flush()
-        answers.append(("storage", rig.ask(prompt)))
-        _check_same_kv(kv, rig.cached_kv(prompt))
-    for tier, answer in answers:
-        assert answer.output_ids == cold.output_ids
-        assert answer.cached[tier] >= MIN_STORAGE_TOKENS, (tier, answer.cached)
-        assert answer.accept_length == cold.accept_length
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,7 +104,7 @@ def test_every_tier_keeps_tokens_accept_length_and_bytes(
 ) -> None:
     rig = SpecCacheRig(model, workers, replace(options, storage=str(tmp_path)))
     try:
-        _check_tiers(rig, prompt)
+        check_tiers(rig, prompt)
     finally:
         rig.close()
 
@@ -153,7 +114,7 @@ def test_without_storage_the_host_keeps_both(
 ) -> None:
     rig = SpecCacheRig(model, workers, RigOptions())
     try:
-        _check_tiers(rig, prompt)
+        check_tiers(rig, prompt)
     finally:
         rig.close()
 
@@ -170,7 +131,7 @@ def test_a_standalone_draft_travels_too(
     )
     rig = SpecCacheRig(model, workers, options)
     try:
-        _check_tiers(rig, prompt)
+        check_tiers(rig, prompt)
     finally:
         rig.close()
 
@@ -198,7 +159,7 @@ def test_storage_attached_late_gets_both(
                 cold.output_ids,
                 cold.accept_length,
             )
-            _check_same_kv(kv, rig.cached_kv(prompt))
+            check_same_kv(kv, rig.cached_kv(prompt))
             success, message = rig.harness.tree.detach_storage_backend()
             assert success, message
     finally:

@@ -80,7 +80,7 @@ def graphs_of(runner: ModelRunner) -> CudaGraphRunner:
     return runner.decode_runner
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
 def test_captured_steps_give_the_tokens_of_the_cpu(tmp_path: Path, family: str) -> None:
     path = make_tiny_checkpoint(tmp_path, family)
     runner = make_runner(path, "float32")
@@ -89,7 +89,7 @@ def test_captured_steps_give_the_tokens_of_the_cpu(tmp_path: Path, family: str) 
     assert on_cuda == tokens_of(make_runner(path, "float32", "cpu"))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
 def test_captured_steps_in_half_precision(tmp_path: Path, family: str) -> None:
     """Against the same steps uncaptured: at least half of the answers to their ends."""
     path = make_tiny_checkpoint(tmp_path, family)

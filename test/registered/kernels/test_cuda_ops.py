@@ -60,6 +60,7 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
     close(got, expected)
     assert torch.equal(ours, stream)
     assert torch.equal(x, before)
+    close(OURS.rms_norm(x, weight, 1e-5, 1.0), TORCH.rms_norm(x, weight, 1e-5, 1.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -57,21 +57,6 @@ class Rig:
         )
         self.controller.set_draft_kv_pool(self.draft, hosts[1])
 
-    def compile_kernels(self) -> None:
-        """Copy some pages each way, so that no test waits for a compiler."""
-        slots = self.allocator.alloc(8 * PAGE)
-        assert slots is not None
-        host = self.controller.write(slots, node_id=0)
-        assert host is not None
-        self.controller.start_writing()
-        self.controller.take_write_acks(1)
-        loaded = self.controller.load(host, node_id=0)
-        assert loaded is not None
-        self.controller.start_loading()
-        self.controller.take_load_acks(1)
-        self.allocator.free(torch.cat((slots, loaded)))
-        self.controller.mem_pool_host.free(host)
-
     @staticmethod
     def _device_pool(layers: int) -> MHATokenToKVPool:
         return MHATokenToKVPool(
@@ -119,7 +104,7 @@ def expect(seen: list[torch.Tensor], value: float) -> None:
 @pytest.fixture(params=[(layout, io) for layout in LAYOUTS for io in ("kernel", "direct")])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig = Rig(*request.param)
-    rig.compile_kernels()
+    rig.group.warm_up()
     yield rig
     torch.cuda.synchronize()
     rig.controller.shutdown()

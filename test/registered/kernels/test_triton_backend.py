@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ class Shape:
     kv_dtype: torch.dtype | None = None
     window: int | None = None
     tree: bool = False
+    mapped: bool = False  # the pool keeps slots in rows of other numbers, windows' only
     behind: int = 0  # keys of earlier draft steps that the mask covers beside the new tokens
     mode: ForwardMode = EXTEND
     seq_lens: list[int] = field(init=False)
@@ -71,6 +73,20 @@ class Shape:
     def __post_init__(self) -> None:
         total = [p + n for p, n in zip(self.prefix_lens, self.new_lens)]
         object.__setattr__(self, "seq_lens", total)
+
+
+class MappedPool(MHATokenToKVPool):
+    """A pool whose rows are numbered by a map. ``full_to_swa`` int32 [size + 1]."""
+
+    full_to_swa: torch.Tensor
+
+    def slot_map(self, layer_id: int) -> torch.Tensor | None:
+        return self.full_to_swa
+
+    def set_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        super().set_kv_buffer(layer, self.rows_of(layer.layer_id, loc), k, v)
 
 
 class Case:
@@ -102,11 +118,27 @@ class Case:
         fused = torch.randn(num_tokens, 2 * shape.heads * shape.head_dim, device=DEVICE)
         self.q = fused.to(shape.dtype)[:, : shape.heads * shape.head_dim]
         self.mask = self._tree_mask() if shape.tree else None
+        if shape.mapped and shape.window is not None:
+            self._forget_behind(shape.window)
 
     def _pool(self, num_slots: int, dtype: torch.dtype) -> MHATokenToKVPool:
         shape = self.shape
         layers = LAYER_ID + 1
-        return MHATokenToKVPool(num_slots, 1, dtype, shape.kv_heads, shape.head_dim, layers, DEVICE)
+        kind = MappedPool if shape.mapped else MHATokenToKVPool
+        pool = kind(num_slots, 1, dtype, shape.kv_heads, shape.head_dim, layers, DEVICE)
+        if isinstance(pool, MappedPool):
+            order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(3))
+            rows = torch.cat((torch.zeros(1, dtype=torch.int64), order + 1))
+            pool.full_to_swa = rows.to(torch.int32).to(DEVICE)
+        return pool
+
+    def _forget_behind(self, window: int) -> None:
+        """Take the rows of what no new token looks at: now they are the dummy row."""
+        for row, prefix_len in zip(self.rows, self.shape.prefix_lens):
+            gone = self.table.req_to_token[row, : max(prefix_len - window + 1, 0)].long()
+            for pool in (self.pool, self.reference_pool):
+                assert isinstance(pool, MappedPool)
+                pool.full_to_swa[gone] = 0
 
     def _fill(self, slots: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         shape, layer = self.shape, self.layer()
@@ -142,7 +174,11 @@ class Case:
 
     def batch(self, pool: MHATokenToKVPool) -> ForwardBatch:
         shape = self.shape
-        positions = [p for a, b in zip(shape.prefix_lens, shape.seq_lens) for p in range(a, b)]
+        # Of a tree's tokens each two are alternatives.
+        share = 2 if shape.tree else 1
+        positions = [
+            p + i // share for p, n in zip(shape.prefix_lens, shape.new_lens) for i in range(n)
+        ]
 
         def tensor(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64, device=DEVICE)
@@ -223,6 +259,10 @@ TINY = {
     "branches-only": Shape([4, 4], [2, 2], tree=True, behind=4, mode=VERIFY),
     "verify-causal": Shape([6, 50], [4, 4], mode=VERIFY),
     "draft": Shape([20, 3, 0], [2, 4, 1], mode=DRAFT),
+    "extend-mapped": Shape([0, 70, 3], [9, 1, 12], window=5, mapped=True),
+    "decode-mapped": Shape([1, 40, 90], [1] * 3, mode=DECODE, window=7, mapped=True),
+    "verify-mapped": Shape([6, 50], [4, 4], mode=VERIFY, window=9, mapped=True),
+    "verify-tree-mapped": Shape([6, 50], [5, 5], tree=True, window=9, mode=VERIFY, mapped=True),
 }
 
 
@@ -435,13 +475,13 @@ from sglang.srt.layers.attention.triton_ops.paged_attention_kernel import paged_
 
 pointers = dict(
     queries="*bf16", out="*bf16", key_buffer="*bf16", value_buffer="*bf16", table="*i32",
-    table_rows="*i64", seq_lens="*i64", query_lens="*i64", tree_mask="*u8", partial_out="*fp32",
-    partial_lse="*fp32", arrivals="*i32", new_keys="*bf16", new_values="*bf16",
+    table_rows="*i64", slot_map="*i32", seq_lens="*i64", query_lens="*i64", tree_mask="*u8",
+    partial_out="*fp32", partial_lse="*fp32", arrivals="*i32", new_keys="*bf16", new_values="*bf16",
     positions="*i64", cos_sin="*fp32", slots="*i64", scale_log2="fp32",
 )
 sizes = dict(
     NUM_KV_HEADS=8, GROUP=4, HEAD_DIM=128, BLOCK_D=128, BLOCK_M=16, BLOCK_N=64, BATCH_BLOCK=16,
-    WINDOW=0, ONE_QUERY=True, TREE=False, SHARED=True, PRECISION="tf32",
+    WINDOW=0, ONE_QUERY=True, TREE=False, MAPPED=False, SHARED=True, PRECISION="tf32",
     HALF=64, ONE_LOOP=True, MASKED_STAGES=5, MERGE_HERE=True, MERGE_ROWS=4, MERGE_SHARES=8,
     PDL=True,
 )
@@ -450,6 +490,8 @@ if sys.argv[1] == "verify":
         ONE_QUERY=False, TREE=True, BLOCK_M=32, HALF=0, ONE_LOOP=False, MASKED_STAGES=1,
         MERGE_HERE=False,
     )
+if sys.argv[1] == "window":
+    sizes.update(MAPPED=True, WINDOW=512)
 names = paged_attention_kernel.arg_names
 signature = {
     name: "constexpr" if name in sizes else pointers.get(name, "i32") for name in names
@@ -472,7 +514,7 @@ assert compiled.metadata.shared <= 227 * 1024
 """
 
 
-@pytest.mark.parametrize("kind", ["decode", "verify"])
+@pytest.mark.parametrize("kind", ["decode", "verify", "window"])
 def test_kernel_compiles_for_hopper(tmp_path: Path, kind: str) -> None:
     root = Path(__file__).resolve().parents[3]
     environment = dict(os.environ, PYTHONPATH=str(root / "python"), TRITON_CACHE_DIR=str(tmp_path))

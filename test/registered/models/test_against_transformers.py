@@ -59,6 +59,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_norm_topk": ("qwen3_moe", {}),
     "moe_plain_topk": ("qwen3_moe", {"norm_topk_prob": False}),
     "moe_mixed_layers": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "gemma3": ("gemma3", {}),
+    "gemma3_tied": ("gemma3", {"tie_word_embeddings": None}),
+    "gemma3_listed_layers": (
+        "gemma3",
+        {
+            "sliding_window": 17,
+            "layer_types": ["full_attention", "sliding_attention"] * 3,
+            "rope_scaling": None,
+        },
+    ),
+    "gemma3_new_rope_layout": (
+        "gemma3",
+        {
+            "rope_scaling": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next_mixed_layers": (
+        "qwen3_next",
+        {
+            "mlp_only_layers": [1],
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 1,
+            "attention_bias": True,
+        },
+    ),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2_lite": (
         "deepseek_v2",

@@ -33,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_one_kv_head": ("llama", {"num_key_value_heads": 1}),
     "qwen2": ("qwen2", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "gemma3": ("gemma3", {}),
+    "qwen3_next": ("qwen3_next", {}),
     "deepseek_v2_plain_q": ("deepseek_v2", {"q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {}),
 }

@@ -6,36 +6,15 @@ pushes: nothing of the old weights may be found afterwards, and all of it when t
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.rl_trainers import NUM_NEW_TOKENS, TRAINERS
+from sglang.test.rl_trainers import NUM_NEW_TOKENS, TRAINERS, run_trainer
 from sglang.test.small_server import SmallServer
 
 from .conftest import GREEDY, PAGE, STORED_PROMPT, Models, use_weights
 
 register_cpu_ci(est_time=90, suite="rl")
-
-
-def run_trainer(name: str, server: SmallServer, weights: Path, version: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "sglang.test.rl_trainers", name),
-            *("--url", server.url, "--weights", str(weights), "--version", version),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 @pytest.mark.parametrize("name", sorted(TRAINERS))
@@ -44,7 +23,7 @@ def test_a_trainer_pushes_weights(name: str, server: SmallServer, models: Models
     assert server.post("/hicache/storage-backend/clear").status_code == 200
     server.generate(input_ids=STORED_PROMPT, sampling_params=GREEDY)
     assert server.post("/flush_cache?timeout=30").status_code == 200  # everything is stored
-    seen = run_trainer(name, server, models.folders["new"], version)
+    seen = run_trainer(name, server.url, models.folders["new"], version)
     assert [answer["output_ids"] for answer in seen["before"]] == models.expected["old"]
     assert [answer["output_ids"] for answer in seen["after"]] == models.expected["new"]
     for answer in seen["after"]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang.srt.entrypoints.model_check import check_model
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker import DraftModelWorker
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes import spec_rig
@@ -54,10 +57,40 @@ def test_answers_are_those_of_the_target_alone(
         assert 0 < oracle.num_steps < NEW_TOKENS - 1
 
 
-def test_the_path_of_the_draft_may_be_left_out(pair: TinyPair, expected: list[list[int]]) -> None:
+def test_drafts_can_be_drawn(pair: TinyPair, expected: list[list[int]]) -> None:
+    flags = ("--speculative-use-rejection-sampling", "--page-size", 16)
+    with serve(pair, "NEXTN", *flags, overlap=True) as served:
+        assert run_all(served, PROMPTS, NEW_TOKENS) == expected
+        sampled = run_all(served, PROMPTS, NEW_TOKENS, temperature=0.9)
+        assert [len(tokens) for tokens in sampled] == [NEW_TOKENS] * len(PROMPTS)
+        assert sampled != expected
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])
+def test_the_path_of_the_draft_may_be_left_out(
+    pair: TinyPair, expected: list[list[int]], algorithm: str
+) -> None:
     alone = TinyPair(pair.target, {})
-    with serve(alone, "NEXTN") as served:
+    with serve(alone, algorithm) as served:
         assert run_all(served, PROMPTS[:1], NEW_TOKENS) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags", "reason"),
+    [
+        (0, {"speculative_algorithm": "NEXTN"}, "has no layers.*must name a draft"),
+        (0, {"speculative_algorithm": "EAGLE"}, "has no layers.*must name a draft"),
+        (1, {"speculative_algorithm": "NEXTN", "enable_multi_layer_eagle": True}, "at most 1"),
+    ],
+)
+def test_a_missing_layer_is_noticed_before_anything_starts(
+    tmp_path: Path, layers: int, flags: dict[str, Any], reason: str
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3")
+    if layers:
+        add_tiny_nextn_layer(folder, num_layers=layers)
+    with pytest.raises(ValueError, match=reason):
+        check_model(ServerArgs(model_path=str(folder), device="cpu", **flags))
 
 
 def test_a_target_without_the_layer_is_refused(tmp_path: Path) -> None:

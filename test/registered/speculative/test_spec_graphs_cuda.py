@@ -20,8 +20,8 @@ from sglang.srt.model_loader.loader import load_weights_into
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_graph_runner import GraphKind, SpecGraphRunner
 from sglang.test.fakes.served_scheduler import ServedScheduler
-from sglang.test.fakes.tiny_drafts import make_tiny_draft
-from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+from sglang.test.fakes.tiny_drafts import make_tiny_draft, make_tiny_mtp_copies
+from sglang.test.fakes.tiny_models import BOS_ID, make_tiny_checkpoint
 
 pytestmark = [
     pytest.mark.cuda,
@@ -117,6 +117,41 @@ def test_accepted_features_reach_the_draft(folder: Path, shape: tuple[Any, ...])
         torch.manual_seed(0)
         with served(folder, "EAGLE3", *shape) as server:
             assert tokens_of(server) == expected
+
+
+@pytest.mark.parametrize(("temperature", "kind"), [(0.0, GraphKind.WHOLE), (0.8, GraphKind.COMMIT)])
+def test_drafts_of_several_layers_are_captured(
+    tmp_path: Path, temperature: float, kind: GraphKind
+) -> None:
+    """The drafts are right whenever the KV of every layer is."""
+    folder = make_tiny_mtp_copies(tmp_path, 3)
+    flags = (
+        *("--dtype", "float32", "--page-size", 4, "--max-running-requests", 8),
+        *("--max-total-tokens", 2048, "--speculative-algorithm", "NEXTN"),
+        *("--enable-multi-layer-eagle", "--speculative-num-steps", 3),
+    )
+    # Sampling on another device may differ by rounding.
+    plain = (
+        ("--device", "cpu") if temperature == 0 else ("--device", "cuda", "--disable-cuda-graph")
+    )
+    answers = []
+    for where in (plain, ("--device", "cuda")):
+        platforms._current = None
+        with ServedScheduler(folder, *where, *flags) as server:
+            rids = [
+                server.submit(
+                    [BOS_ID] * 3 + prompt, 16 + 5 * i, temperature=temperature, sampling_seed=i
+                )
+                for i, prompt in enumerate(PROMPTS)
+            ]
+            server.run_until_idle()
+            answers.append([server.answer_of(rid) for rid in rids])
+            if where is not plain:
+                assert graphs_of(server).num_steps[kind] > 3
+    expected, got = answers
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in expected]
+    if temperature == 0:
+        assert all(a.spec and a.spec["spec_accept_length"] > 3 for a in got)
 
 
 def test_sizes_follow_the_flags(folder: Path) -> None:

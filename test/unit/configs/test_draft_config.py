@@ -12,9 +12,14 @@ from sglang.srt.configs.draft_config import (
     DRAFT_ARCHITECTURES,
     EAGLE3_ARCHITECTURE,
     EAGLE_ARCHITECTURE,
+    NEXTN_ARCHITECTURE,
     EagleDraftConfig,
     HeadSource,
     as_eagle_draft,
+    is_mtp_draft,
+    mtp_layer_config,
+    num_mtp_layers,
+    published_mtp_layer,
     read_draft_config,
     read_eagle_config,
     why_draft_does_not_fit,
@@ -161,3 +166,34 @@ def test_draft_takes_dtype_and_context_from_the_target(tmp_path: Path) -> None:
     assert (config.dtype, config.context_len) == ("bfloat16", 300)
     with pytest.raises(ModelConfigError, match="cannot be used: its vocabulary has 263"):
         read_draft_config(str(folder), target_config(vocab_size=300))
+
+
+def v3_config(**overrides: Any) -> ModelConfig:
+    return ModelConfig.from_dict(tiny_config("deepseek_v3", **overrides))
+
+
+def test_layers_that_predict_further_tokens_are_drafts_one_by_one() -> None:
+    config = as_eagle_draft(v3_config(num_hidden_layers=5, num_nextn_predict_layers=2))
+    assert num_mtp_layers(config) == 2 and is_mtp_draft(config)
+    layers = [mtp_layer_config(config, layer) for layer in range(2)]
+    assert [published_mtp_layer(layer) for layer in layers] == [5, 6]
+    assert all(layer.num_hidden_layers == 1 for layer in layers)
+    with pytest.raises(ModelConfigError, match="2 layers that predict further tokens, not 3"):
+        mtp_layer_config(config, 2)
+    assert num_mtp_layers(draft_config()) == 1 and not is_mtp_draft(draft_config())
+
+
+@pytest.mark.parametrize(
+    ("num_hidden_layers", "num_nextn_predict_layers", "published", "count"),
+    [(1, None, 0, 1), (1, 1, 0, 1), (2, 2, 0, 2), (2, None, 0, 2), (61, 1, 61, 1)],
+)
+def test_a_folder_of_their_own_may_count_from_zero(
+    num_hidden_layers: int, num_nextn_predict_layers: int | None, published: int, count: int
+) -> None:
+    sizes = {
+        "num_hidden_layers": num_hidden_layers,
+        "num_nextn_predict_layers": num_nextn_predict_layers,
+    }
+    config = as_eagle_draft(v3_config(architectures=[NEXTN_ARCHITECTURE], **sizes))
+    assert config.num_hidden_layers == 1 and num_mtp_layers(config) == count
+    assert published_mtp_layer(config) == published

@@ -123,6 +123,51 @@ def test_expert_layers() -> None:
     assert not build("llama").is_moe_layer(0)
 
 
+def test_gemma_windows_and_rotations() -> None:
+    config = build("gemma3")
+    assert config.sliding_windows == (9, 9, None) * 2
+    assert config.mixed_window == 9
+    assert config.local_rope is not None and config.local_rope.theta == 1e4
+    assert (config.rope.theta, config.rope.rope_type, config.rope.get("factor")) == (
+        1e6,
+        "linear",
+        2.0,
+    )
+    assert [config.rope_of_layer(i).theta for i in (1, 2)] == [1e4, 1e6]
+    # The stated length is the one after scaling.
+    assert config.context_len == config.max_position_embeddings
+    assert config.attention_scaling == 24**-0.5
+    assert config.hidden_act == "gelu_pytorch_tanh"
+
+
+def test_gemma_defaults_that_published_files_leave_out() -> None:
+    left_out = [
+        *("hidden_activation", "tie_word_embeddings", "head_dim", "query_pre_attn_scalar"),
+        *("sliding_window_pattern", "rope_theta", "rope_local_base_freq", "rope_scaling"),
+    ]
+    config = build("gemma3", **dict.fromkeys(left_out), num_hidden_layers=12)
+    assert config.sliding_windows == ((9,) * 5 + (None,)) * 2
+    assert config.tie_word_embeddings and config.head_dim == 256
+    assert config.attention_scaling == 1 / 16
+    assert config.rope.theta == 1e6 and config.local_rope is not None
+    assert config.local_rope.theta == 1e4
+
+
+@pytest.mark.parametrize(
+    "feature", ["attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"]
+)
+def test_gemma_features_that_are_not_computed_are_refused(feature: str) -> None:
+    with pytest.raises(ValueError, match=feature):
+        build("gemma3", **{feature: 30})
+
+
+def test_windows_that_need_no_pool_of_their_own() -> None:
+    assert build("llama").mixed_window is None
+    everywhere = build("gemma3", layer_types=["sliding_attention"] * 6)
+    assert everywhere.sliding_windows == (9,) * 6 and everywhere.mixed_window is None
+    assert build("gemma3", sliding_window=1).mixed_window is None
+
+
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers"])
 def test_missing_size_is_named(key: str) -> None:
     with pytest.raises(ModelConfigError, match=key):

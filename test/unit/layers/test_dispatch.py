@@ -43,6 +43,22 @@ def test_add_rms_norm() -> None:
         torch.testing.assert_close(normed, TORCH.rms_norm(total, weight, 1e-5))
 
 
+@pytest.mark.parametrize("shape", [(5, 24), (5, 3, 8)])
+def test_rms_norm_with_a_zero_centred_weight(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape), torch.randn(shape[-1]) * 0.1
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (weight + 1)
+    for ops in (CPU, TORCH):
+        torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5, 1.0), expected)
+    total = x + x
+    for ops in (CPU, TORCH):
+        normed, _ = ops.add_rms_norm(x, x.clone(), weight, 1e-5, 1.0)
+        torch.testing.assert_close(normed, TORCH.rms_norm(total, weight, 1e-5, 1.0))
+    # In half precision nothing is rounded before the product, as the checkpoints were trained.
+    half = torch.bfloat16
+    wide = TORCH.rms_norm(x.to(half).float(), weight.to(half).float(), 1e-5, 1.0)
+    assert torch.equal(TORCH.rms_norm(x.to(half), weight.to(half), 1e-5, 1.0), wide.to(half))
+
+
 def test_gated_activations() -> None:
     x = torch.randn(7, 26) * 3
     gate, up = x.chunk(2, dim=-1)

@@ -71,7 +71,7 @@ class FakeHost:
     def prepare_weights_update(self) -> None:
         self.log.append("prepare")
 
-    def flush_cache(self) -> bool:
+    def flush_cache(self, empty_cache: bool = True) -> bool:
         self.log.append("flush")
         return self.flushes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,17 +44,54 @@ def test_random_lives(make_tree: type, write_policy: str, prefetch_policy: str) 
         HiCacheModel(config, seed).run(NUM_STEPS)
 
 
+def state_config(page_size: int, **options: Any) -> ModelConfig:
+    """A cache of a hybrid model; the smaller the page, the scarcer the states."""
+    num_states, num_host_states = {1: (3, 4), 4: (6, 5), 16: (20, 8)}[page_size]
+    return ModelConfig(
+        make_tree=HiMambaRadixCache,
+        page_size=page_size,
+        num_states=num_states,
+        num_host_states=num_host_states,
+        forget_weight=1.2,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
-@pytest.mark.parametrize("num_states", [3, 20])
-def test_random_lives_with_recurrent_state(write_policy: str, num_states: int) -> None:
-    for page_size in (1, 4, 16):
-        config = ModelConfig(
-            make_tree=HiMambaRadixCache,
-            page_size=page_size,
+@pytest.mark.parametrize("prefetch_policy", PREFETCH_POLICIES)
+def test_random_lives_with_recurrent_state(write_policy: str, prefetch_policy: str) -> None:
+    for page_size, is_eagle in ((1, False), (4, True), (16, False)):
+        config = state_config(
+            page_size,
+            is_eagle=is_eagle,
             write_policy=write_policy,
-            num_states=num_states,
+            prefetch_policy=prefetch_policy,
         )
-        HiCacheModel(config, page_size).run(NUM_STEPS)
+        HiCacheModel(config, 10 * page_size + is_eagle).run(3 * NUM_STEPS)
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize("prefetch_policy", PREFETCH_POLICIES)
+def test_two_ranks_with_recurrent_state_stay_in_step(
+    write_policy: str, prefetch_policy: str
+) -> None:
+    """Each rank has states of its own in storage, and loses others than the other rank does."""
+    config = state_config(
+        4, write_policy=write_policy, prefetch_policy=prefetch_policy, num_ranks=2
+    )
+    HiCacheModel(config, 3).run(3 * NUM_STEPS)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_states_come_back_from_storage(num_ranks: int) -> None:
+    """Lives that get much out of every tier, or the ones above would prove nothing."""
+    config = state_config(
+        4, prefetch_policy="wait_complete", with_faults=False, num_ranks=num_ranks
+    )
+    model = HiCacheModel(config, 7)
+    model.run(6 * NUM_STEPS)
+    assert model.counts["prefetched_tokens"] > 20, model.counts
+    assert model.counts["load_back_tokens"] > 20, model.counts
 
 
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)

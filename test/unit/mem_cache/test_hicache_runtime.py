@@ -414,7 +414,7 @@ def test_nothing_is_written_to_storage_before_its_copy_to_the_host_has_ended() -
     assert fresh_hit(store, tokens) == 16
 
 
-def test_a_state_that_only_the_host_has_does_not_continue_kv_on_the_device() -> None:
+def test_a_state_that_only_the_host_has_is_loaded_alone() -> None:
     tokens = prompt(4)
     engine = engine_of(HiMambaRadixCache)
     engine.run(tokens)
@@ -425,9 +425,16 @@ def test_a_state_that_only_the_host_has_does_not_continue_kv_on_the_device() -> 
     assert taken is not None
     assert engine.run(tokens) == 0  # no slot for the state: computed again, without a snapshot
     assert only_node(engine).value is not None
-    assert engine.cached(tokens) == (0, 0)
+    assert engine.cached(tokens) == (0, 16)
+    assert engine.run(tokens) == 0  # still no slot
     engine.state_allocator.free(taken)
+    num_free = engine.allocator.available_size()
+    assert engine.run(tokens) == 16
+    assert engine.allocator.available_size() == num_free  # its KV was there
+    assert engine.cached(tokens) == (16, 0)
+    engine.settle()
     engine.check()
+    engine.check_host()
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -476,12 +483,3 @@ def test_a_policy_that_may_not_be_left_is_a_refusal() -> None:
     )
     assert not success and "on the host below" in message
     assert engine.tree.write_policy == "write_back"
-
-
-def test_a_tree_with_recurrent_state_refuses_storage() -> None:
-    engine = engine_of(HiMambaRadixCache)
-    success, message = engine.tree.attach_storage_backend(storage_backend="memory")
-    assert not success and "full-attention" in message
-    assert not engine.tree.enable_storage
-    with pytest.raises(ValueError, match="full-attention"):
-        HiCacheEngine(HiMambaRadixCache, page_size=PAGE, num_states=4)

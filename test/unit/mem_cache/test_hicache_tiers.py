@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.test.fakes.controller_rig import MemoryStore
 from sglang.test.fakes.fault_store import Fault, FaultPlan, FaultStore
 from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq, TreeFactory
@@ -31,8 +30,7 @@ def test_write_through_evict_load_back(make_tree: TreeFactory) -> None:
     engine.check_host()
     engine.evict_all()
     assert engine.allocator.available_size() == engine.allocator.size
-    if make_tree is not HiMambaRadixCache:
-        assert engine.cached(tokens) == (0, 40)
+    assert engine.cached(tokens) == (0, 40)
     assert engine.run(tokens) == 40
     engine.settle()
     engine.check()
@@ -380,8 +378,7 @@ def test_reset_is_immediate_and_loses_nothing_in_storage(make_tree: TreeFactory)
     engine.settle()
     engine.check()
     engine.check_host()
-    if make_tree is not HiMambaRadixCache:
-        assert fresh_hit(store, tokens) == 32
+    assert fresh_hit(store, tokens) == 32
 
 
 def test_pages_of_a_backup_stay_out_of_the_free_list_until_it_is_over() -> None:

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import (
+    KVCache,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
 
 
 def test_rows_are_taken_and_given_back_once() -> None:
@@ -99,3 +104,27 @@ def test_reads_wait_for_the_layer_and_writes_do_not() -> None:
     pool.register_layer_transfer_counter(None)
     pool.get_key_buffer(3)
     assert counter.waited == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_a_layer_can_be_a_pool_of_its_own_in_the_same_memory(kind: str) -> None:
+    stack: KVCache
+    if kind == "heads":
+        stack = MHATokenToKVPool(8, 4, torch.float32, 2, 3, 3, "cpu")
+    else:
+        stack = MLATokenToKVPool(8, 4, torch.float32, 4, 2, 3, "cpu")
+    view, counter = stack.layer_view(2), RecordingCounter()
+    assert view.layer_num == 1 and view.stack is stack and view.size == stack.size
+    view.register_layer_transfer_counter(counter)
+    keys, values = view.get_kv_buffer(0)
+    # Its rows come with those of its layer of the stack.
+    assert counter.waited == [2, 2] and stack.layer_transfer_counter is None
+    rows = torch.ones(1, *keys.shape[1:])
+    layer = SimpleNamespace(layer_id=0)
+    view.set_kv_buffer(layer, torch.tensor([5]), rows, rows)
+    view.move(torch.tensor([5]), torch.tensor([6]))
+    assert [buffer[5:7].any().item() for buffer in stack.buffers()[0]] == [False, False, True]
+    assert keys[6].all() and values[6].all()
+    assert sum(view.get_kv_size_bytes()) * 3 == sum(stack.get_kv_size_bytes())
+    with pytest.raises(IndexError):
+        stack.layer_view(3)

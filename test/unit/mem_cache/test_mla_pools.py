@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConf
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import (
     LAYOUTS,
+    DevicePool,
     HostPoolGroup,
     MHATokenToKVPoolHost,
     MLATokenToKVPoolHost,
@@ -40,7 +41,7 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     init_platform("cpu")
 
 
-def random_(pool: KVCache) -> None:
+def random_(pool: KVCache | DevicePool) -> None:
     for buffer in pool.buffers():
         buffer.view(torch.uint8).random_(0, 256)
 

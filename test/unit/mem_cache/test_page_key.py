@@ -28,40 +28,45 @@ token_lists = st.lists(st.integers(0, 2), max_size=24)
 page_sizes = st.sampled_from([1, 2, 4])
 
 
-def units_of(tokens: list[int], is_bigram: bool) -> list[object]:
+lookaheads = st.integers(0, 3)
+
+
+def units_of(tokens: list[int], lookahead: int) -> list[object]:
     """The logical units, written out."""
-    return list(zip(tokens, tokens[1:])) if is_bigram else list(tokens)
+    if not lookahead:
+        return list(tokens)
+    return [tuple(tokens[i : i + lookahead + 1]) for i in range(len(tokens) - lookahead)]
 
 
-@given(token_lists, st.booleans(), st.integers(0, 30), st.integers(0, 30))
+@given(token_lists, lookaheads, st.integers(0, 30), st.integers(0, 30))
 def test_slice_holds_the_units_of_the_slice(
-    tokens: list[int], is_bigram: bool, start: int, stop: int
+    tokens: list[int], lookahead: int, start: int, stop: int
 ) -> None:
-    key = RadixKey(tokens, "ns", is_bigram, "w")
+    key = RadixKey(tokens, "ns", weights_fingerprint="w", lookahead=lookahead)
     part = key[start:stop]
-    assert list(part) == units_of(tokens, is_bigram)[start:stop]
+    assert list(part) == units_of(tokens, lookahead)[start:stop]
     assert len(part) == len(list(part))
     assert part.namespace == key.namespace
 
 
-@given(token_lists, token_lists, st.booleans(), page_sizes, st.integers(0, 8))
+@given(token_lists, token_lists, lookaheads, page_sizes, st.integers(0, 8))
 def test_match_counts_common_units_in_whole_pages(
-    left: list[int], right: list[int], is_bigram: bool, page_size: int, offset: int
+    left: list[int], right: list[int], lookahead: int, page_size: int, offset: int
 ) -> None:
-    a, b = RadixKey(left, is_bigram=is_bigram), RadixKey(right, is_bigram=is_bigram)
+    a, b = RadixKey(left, lookahead=lookahead), RadixKey(right, lookahead=lookahead)
     common = 0
-    for x, y in zip(units_of(left, is_bigram)[offset:], units_of(right, is_bigram)):
+    for x, y in zip(units_of(left, lookahead)[offset:], units_of(right, lookahead)):
         if x != y:
             break
         common += 1
     assert a.match(b, page_size, offset) == common // page_size * page_size
 
 
-@given(token_lists, st.booleans(), page_sizes, st.integers(0, 6))
+@given(token_lists, lookaheads, page_sizes, st.integers(0, 6))
 def test_hash_chain_continues_over_any_cut(
-    tokens: list[int], is_bigram: bool, page_size: int, num_pages: int
+    tokens: list[int], lookahead: int, page_size: int, num_pages: int
 ) -> None:
-    key = RadixKey(tokens, is_bigram=is_bigram)
+    key = RadixKey(tokens, lookahead=lookahead)
     whole = key.page_hashes(page_size, SEED)
     assert len(whole) == len(key) // page_size
     cut = min(num_pages, len(whole))
@@ -76,20 +81,27 @@ def test_page_hash_is_sha256_over_seed_and_packed_tokens() -> None:
     second = hashlib.sha256(first + struct.pack("<2i", 9, 10)).hexdigest()
     assert RadixKey([7, 8, 9, 10, 11]).page_hashes(2, SEED) == [first.hex(), second]
     pair_page = hashlib.sha256(SEED + struct.pack("<4i", 7, 8, 8, 9)).hexdigest()
-    assert RadixKey([7, 8, 9], is_bigram=True).page_hashes(2, SEED) == [pair_page]
+    assert RadixKey([7, 8, 9], lookahead=True).page_hashes(2, SEED) == [pair_page]
 
 
-@pytest.mark.parametrize("is_bigram", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("num_tokens", range(4 * 2, 4 * 2 + 6))
-def test_short_remainders_have_no_child_key(num_tokens: int, is_bigram: bool) -> None:
-    key = RadixKey(range(num_tokens), is_bigram=is_bigram)
+def test_short_remainders_have_no_child_key(num_tokens: int, lookahead: int) -> None:
+    key = RadixKey(range(num_tokens), lookahead=lookahead)
     aligned = key.page_aligned(4)
-    assert len(aligned) == (num_tokens - is_bigram) // 4 * 4
+    assert len(aligned) == max(num_tokens - lookahead, 0) // 4 * 4
     with pytest.raises(ValueError, match="no page"):
         aligned.child_key(4, len(aligned))
     if len(aligned) < len(key):
         with pytest.raises(ValueError, match="no page"):
             key.child_key(4, len(aligned))
+
+
+def test_pairs_are_a_lookahead_of_one_and_hash_alike() -> None:
+    pairs, other = RadixKey([7, 8, 9], is_bigram=True), RadixKey([7, 8, 9], lookahead=1)
+    assert pairs == other and pairs.is_bigram and hash(pairs) == hash(other)
+    triple = hashlib.sha256(SEED + struct.pack("<6i", 7, 8, 9, 8, 9, 5)).hexdigest()
+    assert RadixKey([7, 8, 9, 5], lookahead=2).page_hashes(2, SEED) == [triple]
 
 
 def test_bigram_units_stop_before_a_differing_next_token() -> None:

@@ -88,6 +88,24 @@ def test_prompts_shorter_than_a_page_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", range(4 * 2, 4 * 2 + 6))
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_keys_need_as_many_further_tokens_as_kv_depends_on(page_size: int, num_tokens: int) -> None:
+    engine = FakeEngine(page_size=page_size, lookahead=3)
+    tokens = list(range(num_tokens))
+    put(engine, tokens)
+    aligned = (num_tokens - 3) // page_size * page_size
+    assert engine.tree.is_eagle and engine.tree.total_size() == aligned
+    assert hit(engine, tokens) == aligned
+    for num_shared in range(num_tokens):
+        parted = [*tokens[:num_shared], *range(100, 100 + num_tokens - num_shared)]
+        assert hit(engine, parted) == max(num_shared - 3, 0) // page_size * page_size
+    # A node that is divided keeps whole units on both sides.
+    put(engine, [*tokens[:7], 50, 51, 52, 53, 54])
+    engine.check()
+    assert hit(engine, tokens) == aligned
+
+
+@pytest.mark.parametrize("num_tokens", range(4 * 2, 4 * 2 + 6))
 def test_bigram_keys_need_the_next_token(num_tokens: int) -> None:
     engine = FakeEngine(page_size=4, is_eagle=True)
     tokens = list(range(num_tokens))

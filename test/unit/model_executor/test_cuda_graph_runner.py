@@ -52,14 +52,16 @@ def capture(self: CudaGraphRunner, size: int, pool: None) -> cuda_graph_runner._
     return graph.entry
 
 
-@pytest.fixture
-def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+@pytest.fixture(params=["llama", "qwen3_next", "gemma3"])
+def runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[ModelRunner]:
     monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
     monkeypatch.setattr(
         cuda_graph_runner, "_product_library", lambda name: contextlib.nullcontext()
     )
     made = ModelRunner(
-        ModelConfig.from_path(str(make_tiny_checkpoint(tmp_path))),
+        ModelConfig.from_path(str(make_tiny_checkpoint(tmp_path, request.param))),
         RunnerConfig(
             load_format="auto",
             attention_backend="torch_native",

@@ -45,6 +45,9 @@ class CountingDecodeRunner:
     num_steps = 0
     calls = 0
 
+    def stage(self, step: Any) -> None:
+        return None
+
     def can_run(self, batch: Any) -> bool:
         return False
 

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 from tokenizers import Tokenizer
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.gguf import (
     hf_tensor_name,
     iterate_gguf_weights,
@@ -21,6 +22,7 @@ from sglang.srt.utils.gguf_reader import GgufReader
 from sglang.srt.utils.tokenizer import get_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS = 64, 4, 2, 16, 96, 2
+WINDOW = 7
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LETTERS = list("abcdefgh123") + ["Ġ", "ab", "Ġc"]
 TOKENS = SPECIALS + LETTERS
@@ -50,8 +52,11 @@ def hf_weights(seed: int, *, architecture: str = "llama") -> dict[str, np.ndarra
         }
         if architecture == "qwen2":
             shapes[f"{prefix}.self_attn.q_proj.bias"] = (HEADS * HEAD_DIM,)
-        if architecture == "qwen3":
+        if architecture in ("qwen3", "gemma3"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (HEAD_DIM,)
+        if architecture == "gemma3":
+            shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (HIDDEN,)
+            shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (HIDDEN,)
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
@@ -67,7 +72,7 @@ def interleave_heads(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return out
 
 
-def ggml_name(name: str) -> str:
+def ggml_name(name: str, architecture: str = "llama") -> str:
     """Return the GGUF name of a Hugging Face tensor, from a table of its own."""
     table = {
         "model.embed_tokens": "token_embd",
@@ -84,6 +89,12 @@ def ggml_name(name: str) -> str:
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
     }
+    if architecture == "gemma3":
+        table |= {
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }
     stem, kind = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, inner = stem.split(".", 3)
@@ -123,15 +134,21 @@ def write_gguf(
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(add_bos)
     writer.add_chat_template(TEMPLATE)
+    if architecture == "gemma3":
+        writer.add_key_length(HEAD_DIM)
+        writer.add_sliding_window(WINDOW)
     for name, values in weights.items():
+        if architecture == "gemma3" and "norm" in name:
+            values = values + 1
         if architecture == "llama" and ".q_proj." in name:
             values = interleave_heads(values, HEADS)
         if architecture == "llama" and ".k_proj." in name:
             values = interleave_heads(values, KV_HEADS)
         if values.ndim > 1 and kind != GGMLQuantizationType.F32:
-            writer.add_tensor(ggml_name(name), quantize(values, kind), raw_dtype=kind)
+            own_name = ggml_name(name, architecture)
+            writer.add_tensor(own_name, quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(ggml_name(name), values)
+            writer.add_tensor(ggml_name(name, architecture), values)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -149,6 +166,34 @@ def test_float32_weights_come_back_unchanged(tmp_path: Path, architecture: str) 
     for name, values in weights.items():
         assert torch.equal(read[name], torch.from_numpy(values)), name
         assert read[name].is_contiguous()
+
+
+def test_gemma_norms_and_names(tmp_path: Path) -> None:
+    weights = hf_weights(1, architecture="gemma3")
+    write_gguf(tmp_path / "m.gguf", weights, architecture="gemma3", rope_theta=1e6)
+    read = dict(iterate_gguf_weights(tmp_path / "m.gguf"))
+    assert read.keys() == weights.keys()
+    for name, values in weights.items():
+        # What the file adds to the norms' weights and the reader takes off costs a rounding.
+        tolerance = 3e-7 if "norm" in name else 0.0
+        torch.testing.assert_close(
+            read[name], torch.from_numpy(values), atol=tolerance, rtol=0, msg=name
+        )
+
+
+def test_gemma_config_says_what_the_published_one_does(tmp_path: Path) -> None:
+    weights = hf_weights(1, architecture="gemma3")
+    write_gguf(tmp_path / "m.gguf", weights, architecture="gemma3", rope_theta=1e6)
+    config = GgufFile(tmp_path / "m.gguf").hf_config()
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    assert config["model_type"] == "gemma3_text"
+    assert (config["sliding_window"], config["sliding_window_pattern"]) == (WINDOW, 6)
+    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e6, 1e4)
+    assert config["rope_scaling"] is None and "rope_parameters" not in config
+    assert config["query_pre_attn_scalar"] == HEAD_DIM
+    model = ModelConfig.from_path(str(tmp_path / "m.gguf"))
+    assert model.sliding_windows == (WINDOW, WINDOW)
+    assert model.hidden_act == "gelu_pytorch_tanh"
 
 
 def test_quantised_weights_equal_their_dequantised_blocks(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from sglang.srt.configs.draft_config import (
     NEXTN_ARCHITECTURE,
     as_eagle_draft,
+    mtp_layer_config,
     read_draft_config,
     read_eagle_config,
 )
@@ -169,3 +170,23 @@ def test_updates_reach_the_layer_and_nobody_misses_it(
     assert [name for name, _ in alone] == ["model.norm.weight"]
     values = draft.get_weights_by_name(f"{PREFIX}shared_head.norm.weight")
     assert values is not None and len(values) == HIDDEN
+
+
+def test_each_of_several_layers_reads_and_is_sent_its_own(tmp_path: Path) -> None:
+    root = add_tiny_nextn_layer(make_tiny_checkpoint(tmp_path, "deepseek_v3"), num_layers=2)
+    config = ModelConfig.from_path(str(root))
+    first = read_draft_config(str(root), config)
+    drafts = [load_model(mtp_layer_config(first, i), show_progress=False) for i in range(2)]
+    stored = load_file(str(root / "model-mtp.safetensors"))
+    for layer, draft in enumerate(drafts):
+        assert isinstance(draft, DeepseekV3ForCausalLMNextN)
+        name = f"model.layers.{LAYERS + layer}.eh_proj.weight"
+        assert torch.equal(draft.eh_proj.weight, stored[name])
+        assert draft.plain_name(name) == "eh_proj.weight"
+    target = load_model(config, show_progress=False)
+    names = [CheckpointNames(model) for model in (target, *drafts)]
+    dealt = assign(list(stored.items()), "draft", names[0], names[1:])
+    assert not dealt[0]
+    for layer, part in enumerate(dealt[1:]):
+        prefix = f"model.layers.{LAYERS + layer}."
+        assert [name for name, _ in part] == [name for name in stored if name.startswith(prefix)]

@@ -10,7 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from sglang.srt.configs.draft_config import EAGLE3_ARCHITECTURE, EAGLE_ARCHITECTURE
+from sglang.srt.configs.draft_config import (
+    DRAFT_ARCHITECTURES,
+    EAGLE3_ARCHITECTURE,
+    EAGLE_ARCHITECTURE,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
@@ -41,6 +45,17 @@ def target_parameters(seed: int, width: int) -> tuple[torch.nn.Parameter, torch.
         torch.nn.Parameter(embed, requires_grad=False),
         torch.nn.Parameter(head, requires_grad=False),
     )
+
+
+@pytest.mark.parametrize("architecture", DRAFT_ARCHITECTURES)
+def test_every_kind_has_a_tiny_folder_that_loads_and_runs(
+    tmp_path: Path, architecture: str
+) -> None:
+    model = load(make_tiny_draft(tmp_path, architecture))
+    output = step(model, features(3, model.draft_config.input_width))
+    assert output.hidden_states is not None
+    assert output.hidden_states.shape == (3, HIDDEN)
+    assert output.next_token_logits.isfinite().all()
 
 
 def features(num_tokens: int, width: int = 3 * HIDDEN, seed: int = 9) -> torch.Tensor:

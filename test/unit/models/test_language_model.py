@@ -26,7 +26,7 @@ def load(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"])
 def test_every_checkpoint_tensor_can_be_read_back(tmp_path: Path, family: str) -> None:
     model = load(make_tiny_checkpoint(tmp_path, family))
     weights = tiny_weights(model.config.hf_config)
@@ -122,14 +122,15 @@ def test_captured_streams_are_the_reference_hidden_states(
     torch.testing.assert_close(output.hidden_states, wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "qwen3_next"])
 def test_every_family_captures_the_usual_layers(tmp_path: Path, family: str) -> None:
     folder = make_tiny_checkpoint(tmp_path, family, num_hidden_layers=5)
     model = load(folder)
     model.set_eagle3_layers_to_capture()
     runner = MiniRunner(model)
     output = runner.extend([runner.new_request()], [PROMPT], capture=CaptureHiddenMode.FULL)
-    kind = {"experts_implementation": "eager"} if family == "qwen3_moe" else {}
+    has_experts = family in ("qwen3_moe", "qwen3_next")
+    kind = {"experts_implementation": "eager"} if has_experts else {}
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kind)
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states

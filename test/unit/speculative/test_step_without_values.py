@@ -12,14 +12,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sglang.srt import platforms
-from sglang.srt.configs.draft_config import read_draft_config
+from sglang.srt.configs.draft_config import mtp_layer_config, read_draft_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.dispatch import TorchOps
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
+from sglang.srt.model_executor.kv_pools import KVPoolShape, make_kv_pool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import resolve_model_class
 from sglang.srt.speculative import base_spec_worker, draft_runner
@@ -31,10 +32,11 @@ from sglang.srt.speculative.draft_runner import (
     StandaloneDrafting,
 )
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.srt.speculative.multi_layer_drafting import MultiLayerDrafting
 from sglang.srt.speculative.spec_graph_runner import GraphKind
 from sglang.srt.speculative.spec_info import DraftShape
 from sglang.test.fakes.eager_graphs import use_eager_graphs
-from sglang.test.fakes.tiny_drafts import make_tiny_draft
+from sglang.test.fakes.tiny_drafts import add_tiny_nextn_layer, make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("own_fixed_tensors")
@@ -55,7 +57,7 @@ class _NoAttention:
     ) -> torch.Tensor:
         mask = batch.spec_info.custom_mask if batch.spec_info is not None else None
         assert mask is None or mask.shape[:2].numel() == batch.num_tokens
-        return torch.empty_like(q)
+        return q.new_empty(q.shape[0], layer.num_heads * layer.v_head_dim)
 
 
 class _Runner:
@@ -69,10 +71,8 @@ class _Runner:
         self.model = resolve_model_class(config.architectures)(config)
         torch.set_default_dtype(before)
         self.req_to_token_pool = rows or ReqToTokenPool(ROWS, CONTEXT, "cpu")
-        heads, layers = config.get_num_kv_heads(1), config.num_hidden_layers
-        self.token_to_kv_pool = MHATokenToKVPool(
-            99, 1, self.dtype, heads, config.head_dim, layers, "cpu"
-        )
+        shape = KVPoolShape(num_tokens=99, page_size=1, dtype=self.dtype, tp_size=1)
+        self.token_to_kv_pool = make_kv_pool(config, shape, "cpu")
 
     def forward(self, batch: ForwardBatch) -> Any:
         with use_attention_backend(cast(Any, _NoAttention())):
@@ -111,6 +111,16 @@ def make_configs(folder: Path, algorithm: str) -> tuple[ModelConfig, ModelConfig
     return target, read_draft_config(str(make_tiny_draft(folder / "draft")), target)
 
 
+def target_worker(target: _Runner) -> SimpleNamespace:
+    """The part of a target's worker that speculation uses."""
+    return SimpleNamespace(
+        model_runner=target,
+        model_config=target.model_config,
+        device=target.device,
+        last_token_ids=torch.zeros(target.req_to_token_pool.num_rows, dtype=torch.int64),
+    )
+
+
 def make_worker(
     configs: tuple[ModelConfig, ModelConfig], algorithm: str, shape: DraftShape
 ) -> _Worker:
@@ -126,14 +136,8 @@ def make_worker(
         drafting = EagleDrafting(cast(ModelRunner, draft), shape, CONTEXT - 1)
     else:
         drafting = StandaloneDrafting(cast(ModelRunner, draft), shape, CONTEXT - 1)
-    target_worker = SimpleNamespace(
-        model_runner=target,
-        model_config=target_config,
-        device=target.device,
-        last_token_ids=torch.zeros(target.req_to_token_pool.num_rows, dtype=torch.int64),
-    )
     mode = CaptureHiddenMode.FULL if algorithm == "EAGLE3" else CaptureHiddenMode.NULL
-    return _Worker(cast(TpModelWorker, target_worker), drafting, AcceptanceRule(), mode)
+    return _Worker(cast(TpModelWorker, target_worker(target)), drafting, AcceptanceRule(), mode)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -152,6 +156,31 @@ def test_all_graphs_are_captured_without_values(
         front = graphs._graphs[4].outputs[GraphKind.FRONT]
         assert front.tree.token_ids.shape == (4, shape.num_draft_tokens)
         assert GraphKind.COMMIT in graphs._graphs[1].outputs
+
+
+def test_drafts_of_several_layers_are_captured_without_values(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3", first_k_dense_replace=9)
+    add_tiny_nextn_layer(folder, num_layers=CHAIN.num_steps)
+    config = ModelConfig.from_path(str(folder))
+    first = read_draft_config(str(folder), config)
+    layers = [mtp_layer_config(first, layer) for layer in range(CHAIN.num_steps)]
+    with FakeTensorMode():
+        target = _Runner(config)
+        drafts = [_Runner(layer, target.req_to_token_pool) for layer in layers]
+        for draft in drafts:
+            cast(Any, draft.model).set_embed_and_head(*target.model.get_embed_and_head())
+        drafting = MultiLayerDrafting(cast(list[ModelRunner], drafts), CHAIN, CONTEXT - 1)
+        worker = _Worker(
+            cast(TpModelWorker, target_worker(target)),
+            drafting,
+            AcceptanceRule(),
+            CaptureHiddenMode.FULL,
+        )
+        worker.capture_graphs([1, 4], pad=True, show_progress=False)
+        assert worker.graphs is not None
+        packed = worker.graphs._graphs[4].outputs[GraphKind.WHOLE]
+        assert packed.shape == (4, CHAIN.max_accept_len + 2)
+        assert GraphKind.COMMIT in worker.graphs._graphs[1].outputs
 
 
 def test_a_step_that_reads_lengths_is_noticed(

@@ -19,11 +19,24 @@ from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 
 EAGLE_ARCHITECTURE = "LlamaForCausalLMEagle"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
-# A layer behind a model's last one, in the same files, that predicts one token further.
+# Layers beside a model's own, in the same files, each of which predicts one token further.
 NEXTN_ARCHITECTURE = "DeepseekV3ForCausalLMNextN"
+MIMO_MTP_ARCHITECTURE = "MiMoMTP"
+# Models whose files may hold such layers -> the draft that one of them is.
+_MTP_ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": NEXTN_ARCHITECTURE,
+    "MiMoForCausalLM": MIMO_MTP_ARCHITECTURE,
+}
+# Key of this program in a draft's `hf_config`: which of those layers it is.
+_MTP_LAYER = "mtp_layer_of_draft"
 
 # What `models.registry` has draft classes for. Listed here, because importing those takes torch.
-DRAFT_ARCHITECTURES = (EAGLE_ARCHITECTURE, EAGLE3_ARCHITECTURE, NEXTN_ARCHITECTURE)
+DRAFT_ARCHITECTURES = (
+    EAGLE_ARCHITECTURE,
+    EAGLE3_ARCHITECTURE,
+    NEXTN_ARCHITECTURE,
+    MIMO_MTP_ARCHITECTURE,
+)
 
 _DEFAULT_NUM_FEATURES = 3
 
@@ -100,9 +113,9 @@ def read_eagle_config(config: ModelConfig) -> EagleDraftConfig:
             f"supported ones: {', '.join(DRAFT_ARCHITECTURES)}"
         )
     raw = config.hf_config
-    if architecture in (EAGLE_ARCHITECTURE, NEXTN_ARCHITECTURE):
-        return _read_eagle1(config, raw)
-    return _read_eagle3(config, raw)
+    if architecture == EAGLE3_ARCHITECTURE:
+        return _read_eagle3(config, raw)
+    return _read_eagle1(config, raw)
 
 
 def _read_eagle1(config: ModelConfig, raw: Mapping[str, Any]) -> EagleDraftConfig:
@@ -201,22 +214,107 @@ def has_nextn_layers(config: ModelConfig) -> bool:
     return bool(config.hf_config.get("num_nextn_predict_layers"))
 
 
+def is_mtp_draft(config: ModelConfig) -> bool:
+    """Whether a draft is a layer that predicts one token further."""
+    return any(name in _MTP_ARCHITECTURES.values() for name in config.architectures)
+
+
+def num_mtp_layers(config: ModelConfig) -> int:
+    """How many such layers a draft's files hold; 1 for drafts of other kinds.
+
+    A folder of their own may count them as its layers.
+    """
+    if not is_mtp_draft(config):
+        return 1
+    raw = config.hf_config
+    return int(raw.get("num_nextn_predict_layers") or raw["num_hidden_layers"])
+
+
+def mtp_layer(config: ModelConfig) -> int:
+    """Which of those layers a draft is, from 0."""
+    return int(config.hf_config.get(_MTP_LAYER, 0))
+
+
+def published_mtp_layer(config: ModelConfig) -> int:
+    """The same where the files count on behind the target's last layer.
+
+    In a folder of their own they may begin at 0.
+    """
+    raw = config.hf_config
+    num_layers, layer = int(raw["num_hidden_layers"]), mtp_layer(config)
+    stated = raw.get("architectures") or ()
+    is_own_folder = any(name in _MTP_ARCHITECTURES.values() for name in stated)
+    if is_own_folder and num_layers <= num_mtp_layers(config):
+        return layer
+    return num_layers + layer
+
+
+def mtp_layer_config(config: ModelConfig, layer: int) -> ModelConfig:
+    """The draft that layer number `layer` of those that predict further tokens is.
+
+    Raises ModelConfigError where the files have fewer.
+    """
+    count = num_mtp_layers(config)
+    if not 0 <= layer < count:
+        raise ModelConfigError(
+            f"{config.model_path} has {count} layers that predict further tokens, not {layer + 1}"
+        )
+    return replace(
+        config,
+        num_hidden_layers=1,
+        sliding_windows=(None,),
+        hf_config={**config.hf_config, _MTP_LAYER: layer},
+    )
+
+
+def mtp_layer_configs(config: ModelConfig, num_steps: int) -> tuple[ModelConfig, ...]:
+    """A draft for each step of a chain, of the folder that `config` is the first draft of.
+
+    Raises ModelConfigError where there are too few, or the draft is of another kind.
+    """
+    if not is_mtp_draft(config):
+        raise ModelConfigError(
+            f"--enable-multi-layer-eagle: {', '.join(config.architectures)} is one draft, not "
+            "layers each of which predicts one token further"
+        )
+    count = num_mtp_layers(config)
+    if num_steps > count:
+        raise ModelConfigError(
+            f"--enable-multi-layer-eagle: {config.model_path} has {count} layers that predict "
+            f"further tokens, --speculative-num-steps can be at most {count}, not {num_steps}"
+        )
+    return tuple(mtp_layer_config(config, layer) for layer in range(num_steps))
+
+
+def check_own_draft(config: ModelConfig) -> None:
+    """Raise ModelConfigError where a draft that is read from its target's folder is not there."""
+    if not is_mtp_draft(config):
+        raise ModelConfigError(
+            f"{config.model_path} has no layers that predict further tokens: "
+            "--speculative-draft-model-path must name a draft"
+        )
+
+
+def stacked_mtp_config(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """That of `num_layers` such layers together, of which `config` is the first."""
+    windows = config.sliding_windows * num_layers
+    return replace(config, num_hidden_layers=num_layers, sliding_windows=windows)
+
+
 def as_eagle_draft(config: ModelConfig) -> ModelConfig:
     """`config` with a draft architecture.
 
-    Some published drafts call themselves an ordinary Llama; a DeepSeek-V3 has its draft beside its
-    own layers. To be asked only where the algorithm is an EAGLE one: the same folder as a
-    STANDALONE draft would be what it says.
+    Some published drafts call themselves an ordinary Llama; a DeepSeek-V3 has its drafts beside its
+    own layers, of which this is the first. To be asked only where the algorithm is an EAGLE one:
+    the same folder as a STANDALONE draft would be what it says.
     """
+    if is_mtp_draft(config):
+        return mtp_layer_config(config, 0)
     if any(name in DRAFT_ARCHITECTURES for name in config.architectures):
         return config
-    if "DeepseekV3ForCausalLM" in config.architectures and has_nextn_layers(config):
-        return replace(
-            config,
-            architectures=(NEXTN_ARCHITECTURE,),
-            num_hidden_layers=1,
-            sliding_windows=(None,),
-        )
+    mtp = next((m for a, m in _MTP_ARCHITECTURES.items() if a in config.architectures), None)
+    if mtp is not None and has_nextn_layers(config):
+        return mtp_layer_config(replace(config, architectures=(mtp,)), 0)
     if "LlamaForCausalLM" not in config.architectures:
         return config
     is_eagle3 = "draft_vocab_size" in config.hf_config

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.gemma3_config import normalize_gemma3
+from sglang.srt.configs.linear_attention_config import (
+    LinearAttentionConfig,
+    read_linear_attention,
+)
 from sglang.srt.environ import envs
 from sglang.srt.utils.gguf_file import open_gguf
 
@@ -42,11 +47,20 @@ _ROPE_TYPES_WITHOUT_STRETCH = ("default", "llama3", "longrope", "su", "proportio
 SUPPORTED_ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Gemma3ForCausalLM",
     "LlamaForCausalLM",
+    "MiMoForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
 )
+
+
+# Families whose files say things their own way: `model_type` -> the same in the common keys.
+_NORMALIZERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "gemma3_text": normalize_gemma3,
+}
 
 
 class ModelConfigError(ValueError):
@@ -144,8 +158,14 @@ class ModelConfig:
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    # Rotation in layers with a window, where it is another than in the others.
+    local_rope: RopeConfig | None = None
+    # Attention scores are divided by its root; None: by that of the head size.
+    query_pre_attn_scalar: float | None = None
     # Latent attention; `head_dim` is the rotated part of a head then.
     mla: MLAConfig | None = None
+    # Layers with a recurrent state instead of KV.
+    linear_attention: LinearAttentionConfig | None = None
     hf_config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -203,6 +223,9 @@ class ModelConfig:
         Raises ModelConfigError for missing keys, bad values or a context that is too long.
         """
         raw = {**hf_config, **_parse_overrides(override_args)}
+        normalize = _NORMALIZERS.get(str(raw.get("model_type", "")))
+        if normalize is not None:
+            raw = normalize(raw)
         num_layers = _need_int(raw, "num_hidden_layers")
         num_heads = _need_int(raw, "num_attention_heads")
         hidden_size = _need_int(raw, "hidden_size")
@@ -246,9 +269,34 @@ class ModelConfig:
             norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
             decoder_sparse_step=int(raw.get("decoder_sparse_step") or 1),
             mlp_only_layers=tuple(raw.get("mlp_only_layers") or ()),
+            local_rope=_local_rope(raw),
+            query_pre_attn_scalar=_optional_float(raw.get("query_pre_attn_scalar")),
             mla=mla,
+            linear_attention=read_linear_attention(raw, num_layers),
             hf_config=raw,
         )
+
+    def rope_of_layer(self, layer_id: int) -> RopeConfig:
+        """The rotation of one layer."""
+        if self.local_rope is not None and self.sliding_windows[layer_id] is not None:
+            return self.local_rope
+        return self.rope
+
+    @property
+    def mixed_window(self) -> int | None:
+        """Window of those layers that have one, where there are others that see everything.
+
+        None where all layers are alike, windows differ, or are of a single token.
+        """
+        windows = {self.sliding_windows[layer_id] for layer_id in self.kv_layer_ids}
+        if self.mla is not None or len(windows) != 2 or None not in windows:
+            return None
+        return next((window for window in windows if window is not None and window > 1), None)
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor on the products of queries and keys."""
+        return float(self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def get_num_attention_heads(self, tp_size: int) -> int:
         """Query heads of one rank. Raises ModelConfigError where they do not divide."""
@@ -270,6 +318,12 @@ class ModelConfig:
         if max(total, tp_size) % min(total, tp_size):
             raise ModelConfigError(f"{total} KV heads cannot be spread over {tp_size} ranks")
         return max(1, total // tp_size)
+
+    @property
+    def kv_layer_ids(self) -> tuple[int, ...]:
+        """Layers that keep KV of tokens: all but those with a recurrent state."""
+        linear = self.linear_attention.layer_ids if self.linear_attention is not None else ()
+        return tuple(i for i in range(self.num_hidden_layers) if i not in linear)
 
     @property
     def kv_key_dim(self) -> int:
@@ -339,6 +393,15 @@ def read_rope_config(raw: Mapping[str, Any]) -> RopeConfig:
         partial_rotary_factor=float(partial),
         params=tuple(sorted(params.items())),
     )
+
+
+def _local_rope(raw: Mapping[str, Any]) -> RopeConfig | None:
+    stated = raw.get("local_rope_parameters")
+    return None if stated is None else read_rope_config({"rope_parameters": stated})
+
+
+def _optional_float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def read_mla_config(raw: Mapping[str, Any]) -> MLAConfig | None:

@@ -11,18 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from sglang.srt.entrypoints.engine_weights import EngineWeights
 from sglang.srt.entrypoints.EngineBase import EngineBase
+from sglang.srt.entrypoints.front import (
+    Parts,
+    embedded_parts,
+    init_tokenizer_manager,
+    run_detokenizer_process,
+    run_scheduler_process,
+)
 from sglang.srt.entrypoints.launch import Launched, start_subprocesses
 from sglang.srt.entrypoints.server_info import get_model_info, get_server_info
 from sglang.srt.managers.io_struct import FlushCacheReqOutput, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils.logging import configure_logger
 
 T = TypeVar("T")
+
+
+def _set_envs_and_config(server_args: ServerArgs) -> None:
+    """What `Engine._launch_subprocesses` does to its process. Embedding programs replace it."""
+    configure_logger(server_args.log_level)
 
 
 class Engine(EngineWeights, EngineBase):
@@ -55,6 +68,38 @@ class Engine(EngineWeights, EngineBase):
         ]
         self.tokenizer_manager.server_status = ServerStatus.Up
         self._launched.watchdog.add_failure_callback(self._on_failure)
+
+    @classmethod
+    def _launch_subprocesses(
+        cls,
+        server_args: ServerArgs,
+        init_tokenizer_manager_func: Callable[..., Any] = init_tokenizer_manager,
+        run_scheduler_process_func: Callable[..., Any] = run_scheduler_process,
+        run_detokenizer_process_func: Callable[..., Any] = run_detokenizer_process,
+        port_args: PortArgs | None = None,
+    ) -> Parts:
+        """Start a server's processes for a program that serves `http_server.app` itself.
+
+        Documented name and arguments. The functions must be those of this module: children are
+        started by name. Raises ValueError for others, LaunchError when a child does not start. The
+        children end with this process; one that dies makes every later request fail.
+        """
+        own = (init_tokenizer_manager, run_scheduler_process, run_detokenizer_process)
+        given = (
+            init_tokenizer_manager_func,
+            run_scheduler_process_func,
+            run_detokenizer_process_func,
+        )
+        if given != own:
+            raise ValueError("the functions of the server's processes cannot be replaced")
+        _set_envs_and_config(server_args)
+        launching = start_subprocesses(server_args, port_args, exit_on_failure=False)
+        launched = launching.wait_ready()
+        try:
+            return embedded_parts(server_args, launched)
+        except BaseException:
+            launched.shutdown()
+            raise
 
     # -- generation -----------------------------------------------------------------------------
 

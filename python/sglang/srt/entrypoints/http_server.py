@@ -37,6 +37,8 @@ from sglang.srt.entrypoints import (
     http_routes_openai,
     http_routes_weights,
 )
+from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.entrypoints.front import make_front
 from sglang.srt.entrypoints.http_auth import Access, AuthMiddleware
 from sglang.srt.entrypoints.http_errors import http_exception, validation_error
 from sglang.srt.entrypoints.http_memory import LargeBodyMiddleware
@@ -47,22 +49,13 @@ from sglang.srt.entrypoints.http_state import (
     set_global_state,
 )
 from sglang.srt.entrypoints.launch import (
-    Launched,
     LaunchError,
     Launching,
     launch_subprocesses,
 )
-from sglang.srt.entrypoints.openai.template_manager import TemplateManager
 from sglang.srt.environ import envs
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.observability.http_metrics import add_http_metrics
-from sglang.srt.observability.metrics import (
-    TokenizerBuckets,
-    TokenizerLabels,
-    TokenizerMetrics,
-    parse_extra_labels,
-    parse_token_buckets,
-)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import (
     add_prometheus_middleware,
@@ -71,8 +64,11 @@ from sglang.srt.utils.common import (
 from sglang.version import __version__
 
 __all__ = [
+    "Engine",
+    "ServerArgs",
     "ServerStatus",
     "_GlobalState",
+    "_launch_subprocesses",
     "app",
     "get_global_state",
     "health_generate",
@@ -81,6 +77,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+# Where programs that embed a server have looked for it.
+_launch_subprocesses = Engine._launch_subprocesses
 
 _WARMUP_PROMPT = "Hi"
 _WARMUP_TOKENS = 8
@@ -360,28 +359,10 @@ class _Server(uvicorn.Server):
 _server: _Server | None = None
 
 
-def _metrics(server_args: ServerArgs, manager: TokenizerManager) -> TokenizerMetrics:
-    labels = TokenizerLabels(
-        model_name=manager.served_model_name,
-        allowed_custom=server_args.tokenizer_metrics_allowed_custom_labels or (),
-        extra=parse_extra_labels(server_args.extra_metric_labels),
-    )
-    buckets = TokenizerBuckets(
-        time_to_first_token=server_args.bucket_time_to_first_token,
-        inter_token_latency=server_args.bucket_inter_token_latency,
-        e2e_request_latency=server_args.bucket_e2e_request_latency,
-        prompt_tokens=parse_token_buckets(server_args.prompt_tokens_buckets),
-        generation_tokens=parse_token_buckets(server_args.generation_tokens_buckets),
-    )
-    return TokenizerMetrics(labels, buckets)
-
-
 def _setup_and_run_http_server(server_args: ServerArgs, state: _GlobalState) -> None:
     """Serve `app` for this state until a signal comes. Raises LaunchError without a warm-up."""
     set_global_state(state)
     manager = state.tokenizer_manager
-    if server_args.enable_metrics:
-        manager.metrics = _metrics(server_args, manager)
     configure_app(app, server_args)
     app.warmup_thread_kwargs = {"server_args": server_args}  # type: ignore[attr-defined]
     config = uvicorn.Config(
@@ -410,17 +391,6 @@ def _setup_and_run_http_server(server_args: ServerArgs, state: _GlobalState) -> 
         raise LaunchError("its warm-up request failed (see above)")
 
 
-def _connect_watchdog(launched: Launched, manager: TokenizerManager) -> None:
-    """Fail waiting requests as soon as a child is found dead."""
-
-    def on_failure(reason: str) -> None:
-        loop = manager.event_loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(manager.mark_dead, f"The engine failed: {reason}")
-
-    launched.watchdog.add_failure_callback(on_failure)
-
-
 def launch_server(server_args: ServerArgs, *, launching: Launching | None = None) -> None:
     """Start a server and serve until SIGTERM or SIGINT; then stop its children.
 
@@ -432,10 +402,7 @@ def launch_server(server_args: ServerArgs, *, launching: Launching | None = None
         if server_args.node_rank != 0:
             launched.wait_children()
             return
-        manager = TokenizerManager(server_args, launched.port_args, launched.scheduler_infos)
-        _connect_watchdog(launched, manager)
-        manager.engine_pids = [p.pid for p in launched.processes if p.pid is not None]
-        templates = TemplateManager(manager.tokenizer, server_args.chat_template)
+        manager, templates = make_front(server_args, launched)
         state = _GlobalState(
             tokenizer_manager=manager,
             template_manager=templates,

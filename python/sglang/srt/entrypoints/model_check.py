@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.srt.configs.draft_config import as_eagle_draft, check_own_draft, mtp_layer_configs
 from sglang.srt.configs.model_config import (
     SUPPORTED_ARCHITECTURES,
     ModelConfig,
@@ -50,11 +51,23 @@ def _check_config(args: ServerArgs) -> None:
         device=args.device,
     )
     check_architecture(config.architectures)
+    _check_own_draft(args, config)
     try:
         config.get_num_attention_heads(args.tp_size)
         config.get_num_kv_heads(args.tp_size)
     except ModelConfigError as error:
         raise ModelConfigError(f"--tp-size {args.tp_size} does not fit: {error}.") from error
+
+
+def _check_own_draft(args: ServerArgs, config: ModelConfig) -> None:
+    """A draft in the model's own files must be there, with as many layers as are wanted."""
+    is_own = args.speculative_draft_model_path == args.model_path
+    if args.speculative_algorithm not in ("EAGLE", "NEXTN") or not is_own:
+        return
+    draft = as_eagle_draft(config)
+    check_own_draft(draft)
+    if args.enable_multi_layer_eagle:
+        mtp_layer_configs(draft, args.speculative_num_steps or 1)
 
 
 def check_architecture(architectures: Sequence[str]) -> None:

@@ -53,12 +53,22 @@ class Ops(Protocol):
         """`linear` without bias, the result in float32, whether rounded to x's dtype or not."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, [n, d] or [n, heads, d]; a new tensor."""
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    ) -> torch.Tensor:
+        """x / rms(x) * (weight + offset) over the last dimension, [n, d] or [n, heads, d].
+
+        A new tensor. With an offset the sum and the product are taken in float32.
+        """
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual), [n, d]; consumes `residual`."""
         ...
@@ -135,18 +145,28 @@ class TorchOps:
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, weight).float()
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    ) -> torch.Tensor:
         # The mean of squares is taken in float32 whatever the dtype, and the result is rounded
         # before the weight is applied, as the checkpoints were trained.
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if weight_offset:
+            # A weight close to zero keeps more digits than one close to the offset.
+            return (wide * (weight.float() + weight_offset)).to(x.dtype)
         return weight * wide.to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return self.rms_norm(total, weight, eps, weight_offset), total
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -224,13 +244,20 @@ class CpuFloat32Ops(TorchOps):
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return cpu_ops.linear(x, weight, None)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return cpu_ops.rmsnorm(x, weight, eps)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    ) -> torch.Tensor:
+        return cpu_ops.rmsnorm(x, weight, eps, weight_offset=weight_offset)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return cpu_ops.rmsnorm(x, weight, eps, residual), residual
+        return cpu_ops.rmsnorm(x, weight, eps, residual, weight_offset), residual
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return cpu_ops.silu_and_mul(x)

@@ -13,15 +13,17 @@ from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot, new_parameter
 class RMSNorm(WeightOwner):
     """x / rms(x) * weight over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, weight_offset: float = 0.0) -> None:
+        """`weight_offset`: added to the weight, for checkpoints that store it zero-centred."""
         super().__init__()
         self.weight = new_parameter(size)
         self.eps = eps
+        self.weight_offset = weight_offset
         self._ops = default_ops()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, size] or [n, heads, size]; a new tensor of that shape."""
-        return self._ops.rms_norm(x, self.weight, self.eps)
+        return self._ops.rms_norm(x, self.weight, self.eps, self.weight_offset)
 
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -32,7 +34,7 @@ class RMSNorm(WeightOwner):
         """
         if residual is None:
             return self.forward(x), x
-        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps, self.weight_offset)
 
     def weight_slots(self, name: str) -> Mapping[str, WeightSlot]:
         return {

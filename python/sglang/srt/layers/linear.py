@@ -131,7 +131,9 @@ class QKVParallelLinear(_RowBlocks):
         total_num_heads: int,
         total_num_kv_heads: int,
         bias: bool = False,
+        query_width: int | None = None,
     ) -> None:
+        """`query_width`: rows of `q_proj` a head where they are not `head_dim` (a gate beside)."""
         group = get_tp_group()
         self_heads = split_evenly(total_num_heads, group.size, "query heads")
         if total_num_kv_heads >= group.size:
@@ -140,8 +142,9 @@ class QKVParallelLinear(_RowBlocks):
         else:
             num_copies = split_evenly(group.size, total_num_kv_heads, "ranks per KV head")
             kv_heads, first_kv_head = 1, group.rank // num_copies
-        q_rows, kv_rows = self_heads * head_dim, kv_heads * head_dim
-        q_total, kv_total = total_num_heads * head_dim, total_num_kv_heads * head_dim
+        query_width = head_dim if query_width is None else query_width
+        q_rows, kv_rows = self_heads * query_width, kv_heads * head_dim
+        q_total, kv_total = total_num_heads * query_width, total_num_kv_heads * head_dim
         first_kv_row = first_kv_head * head_dim
         super().__init__(
             input_size,

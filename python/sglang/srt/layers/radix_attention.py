@@ -71,9 +71,12 @@ class RadixAttention(nn.Module):
                 self,
                 forward_batch,
             )
-        buffers = forward_batch.token_to_kv_pool.get_kv_buffer(self.layer_id)
+        pool = forward_batch.token_to_kv_pool
+        buffers = pool.get_kv_buffer(self.layer_id)
         destination = KVDestination(
-            slots=forward_batch.out_cache_loc, key_buffer=buffers.key, value_buffer=buffers.value
+            slots=pool.rows_of(self.layer_id, forward_batch.out_cache_loc),
+            key_buffer=buffers.key,
+            value_buffer=buffers.value,
         )
         q, k = rotary.rotate_and_store(positions, q, k, v, destination)
         return self.forward(q, k, v, forward_batch, save_kv_cache=False)

@@ -60,11 +60,14 @@ class RotaryEmbedding(nn.Module):
         )
 
 
-def create_rotary_embedding(config: ModelConfig) -> RotaryEmbedding:
-    """The table for a model, long enough for its context; on the default device."""
+def create_rotary_embedding(config: ModelConfig, rope: RopeConfig | None = None) -> RotaryEmbedding:
+    """The table for a model, long enough for its context; on the default device.
+
+    `rope`: where it is not the one that most layers of the model have.
+    """
     return RotaryEmbedding(
         config.head_dim,
-        config.rope,
+        rope or config.rope,
         config.max_position_embeddings,
         max(config.context_len, config.max_position_embeddings) + TABLE_MARGIN,
     )

@@ -26,11 +26,12 @@ _CHUNKS = {"cpu": 1 << 16, "cuda": 1 << 24}
 def shard_sums(slot: WeightSlot) -> torch.Tensor:
     """int64 [2] on the device: this rank's share of the sums, of the slot's tensor as stored.
 
-    For tensors of one or two dimensions. A tensor that is not split gives the whole sums on every
+    Tensors of more than two dimensions count as rows of all the others; they may be split by rows
+    only. A tensor that is not split gives the whole sums on every
     rank. Does not wait for the device.
     """
     data = slot.view().detach()
-    data = data.unsqueeze(1) if data.dim() == 1 else data
+    data = data.reshape(data.shape[0], -1)
     rows, columns = data.shape
     device = data.device
     row_factors = _factors(slot.shard_start if slot.shard_dim == 0 else 0, rows, 0, device)

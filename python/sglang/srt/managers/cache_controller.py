@@ -90,7 +90,7 @@ class HiCacheController(HostStorageIO):
             join_timeout_s=join_timeout_s,
         )
         self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-        self.mem_pool_device: KVCache = host_pools.anchor.device_pool
+        self.mem_pool_device = host_pools.anchor.device_pool
         self._platform = platform
         self._forward_fence = forward_fence or self._end_of_current_stream
         self._copy_hook = copy_hook
@@ -299,14 +299,13 @@ class HiCacheController(HostStorageIO):
         self.take_write_acks(len(self.ack_write_queue))
         self.take_load_acks(len(self.ack_load_queue))
         self.layer_done_counter.reset()
-        held = self._held_by_storage()
+        held_by_pool = self._held_by_storage()
         self.host_pools.clear()
-        if held.any():
-            # Everything but what is held, in the order of an empty pool.
-            pool = self.mem_pool_host
-            every_slot = pool.alloc(pool.size)
-            assert every_slot is not None
-            pool.free(every_slot[~held[every_slot]])
+        for name, held in held_by_pool.items():
+            if held.any():
+                # Everything but what is held, in the order of an empty pool.
+                slots = self.host_pools.alloc_all(name)
+                self.host_pools.free({name: slots[~held[slots]]})
         self.prefetch_tokens_occupied = 0
 
     def shutdown(self) -> None:

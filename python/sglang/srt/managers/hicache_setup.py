@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -19,20 +19,24 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache_records import HiCacheParams, MetricsHook
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.host_pool_sizing import (
+    MIN_PAGES,
     HostPoolLimits,
     host_memory_info,
     host_pool_tokens,
 )
+from sglang.srt.mem_cache.hybrid_kv_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.memory_pool_host import (
     HostKVCache,
     HostPoolGroup,
+    MambaPoolHost,
     PoolEntry,
     make_host_pool,
 )
 from sglang.srt.mem_cache.page_key import CacheIdentity
-from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.pool_transfer import PageRule, PoolName
 from sglang.srt.mem_cache.storage_control import group_min_reduce
+from sglang.srt.mem_cache.swa_pool import SWAKVPool
 from sglang.srt.platforms import current_platform
 
 logger = logging.getLogger(__name__)
@@ -67,11 +71,13 @@ def build_hicache(
     `draft_token_bytes`: of a draft's KV that will travel along. Raises ValueError, with a sentence
     for the user, when the host pool cannot fit.
     """
+    side_bytes = side_bytes_per_token(device_pool)
+    whole_pool, device_pool = device_pool, full_attention_pool(device_pool)
     token_bytes = sum(device_pool.get_kv_size_bytes()) // (device_pool.size + device_pool.page_size)
     num_tokens = host_pool_tokens(
         settings.limits,
         device_tokens=device_pool.size,
-        bytes_per_token=token_bytes + draft_token_bytes,
+        bytes_per_token=token_bytes + draft_token_bytes + side_bytes,
         page_size=device_pool.page_size,
         memory=host_memory_info(),
     )
@@ -89,9 +95,14 @@ def build_hicache(
             f"({type(device_pool).__name__})."
         )
     anchor = PoolEntry(name=PoolName.KV, host_pool=host_pool, device_pool=device_pool)
+    group = HostPoolGroup(anchor, settings.io_backend)
+    for entry in make_side_pools(whole_pool, num_tokens, settings.layout):
+        group.add(entry)
+        logger.info("Host pool %s: %d slots", entry.name, entry.host_pool.size)
+    group.warm_up()
     controller = HiCacheController(
         allocator,
-        HostPoolGroup(anchor, settings.io_backend),
+        group,
         page_size=device_pool.page_size,
         platform=current_platform(),
         prefetch_min_reduce=prefetch_reduce,
@@ -108,14 +119,19 @@ def build_hicache(
     logger.info(
         "Host KV cache: %d tokens (%.2f GB, %s, io %s), %s",
         num_tokens,
-        num_tokens * token_bytes / 1e9,
+        num_tokens * (token_bytes + side_bytes) / 1e9,
         settings.layout,
         settings.io_backend,
         settings.write_policy,
     )
     return HiCacheParams(
         controller=controller,
-        identity=make_identity(model_config, host_pool, weights_fingerprint),
+        identity=make_identity(
+            model_config,
+            host_pool,
+            weights_fingerprint,
+            [entry.host_pool for entry in group.own_slot_entries],
+        ),
         write_policy=settings.write_policy,
         prefetch_policy=settings.prefetch_policy,
         min_reduce=min_reduce,
@@ -123,12 +139,70 @@ def build_hicache(
     )
 
 
-def make_identity(
-    model_config: ModelConfig, host_pool: HostKVCache, weights_fingerprint: str
-) -> CacheIdentity:
-    """What the bytes of a host pool are a function of, besides the tokens.
+def full_attention_pool(pool: KVCache) -> KVCache:
+    """The pool that has a slot for every token; of a model with other layers it is a part."""
+    return pool.full_kv_pool if isinstance(pool, HybridLinearKVPool | SWAKVPool) else pool
 
-    What every rank holds alike is the same for any number of ranks.
+
+def side_bytes_per_token(pool: KVCache) -> int:
+    """Bytes in pools with slots of their own for each token of the full-attention pool."""
+    if isinstance(pool, HybridLinearKVPool):
+        num_bytes = pool.mamba_pool.size * pool.mamba_pool.bytes_per_slot
+        return -(-num_bytes // pool.size)
+    if isinstance(pool, SWAKVPool):
+        return -(-sum(pool.swa_kv_pool.get_kv_size_bytes()) // pool.size)
+    return 0
+
+
+def make_side_pools(pool: KVCache, num_tokens: int, layout: str) -> list[PoolEntry]:
+    """Make the host pools with slots of their own beside one of `num_tokens`.
+
+    Each is as much larger than its device pool as that one is.
+    """
+    if isinstance(pool, SWAKVPool):
+        return [_make_window_pool(pool, num_tokens, layout)]
+    if not isinstance(pool, HybridLinearKVPool):
+        return []
+    states = pool.mamba_pool
+    if states.size == 0:
+        raise ValueError("--enable-hierarchical-cache needs snapshots of the recurrent state.")
+    num_slots = max(MIN_PAGES, num_tokens * states.size // pool.size)
+    return [
+        PoolEntry(
+            name=PoolName.MAMBA,
+            host_pool=MambaPoolHost(states, num_slots),
+            device_pool=states,
+            share_indices_with_anchor=False,
+            rule=PageRule(trailing=1),
+        )
+    ]
+
+
+def _make_window_pool(pool: SWAKVPool, num_tokens: int, layout: str) -> PoolEntry:
+    windows, page = pool.swa_kv_pool, pool.page_size
+    num_slots = max(MIN_PAGES, num_tokens * windows.size // pool.size // page) * page
+    host_pool = make_host_pool(windows, num_slots, layout)
+    if host_pool is None:
+        raise ValueError(f"no host pool is known for windows in a {type(windows).__name__}")
+    return PoolEntry(
+        name=PoolName.SWA,
+        host_pool=host_pool,
+        device_pool=windows,
+        share_indices_with_anchor=False,
+        rule=PageRule(trailing=max(1, -(-(pool.window - 1) // page))),
+    )
+
+
+def make_identity(
+    model_config: ModelConfig,
+    host_pool: HostKVCache,
+    weights_fingerprint: str,
+    side_pools: Sequence[HostKVCache] = (),
+) -> CacheIdentity:
+    """What the bytes of host pools are a function of, besides the tokens.
+
+    What every rank holds alike is the same for any number of ranks. `side_pools`: those whose pages
+    are named by the same hashes.
     """
     tp = get_tp_group()
     shard = (0, 1) if host_pool.is_replicated else (tp.rank, tp.size)
@@ -139,7 +213,7 @@ def make_identity(
         weights_fingerprint=weights_fingerprint,
         kv_dtype=str(host_pool.dtype),
         page_size=host_pool.page_size,
-        layout=host_pool.byte_layout_tag(),
+        layout=" + ".join(pool.byte_layout_tag() for pool in (host_pool, *side_pools)),
         tp_rank=shard[0],
         tp_size=shard[1],
     )
@@ -153,9 +227,11 @@ def register_draft(
 ) -> bool:
     """Let a draft's KV travel with the target's; False where its kind of pool is not supported.
 
-    Its host pool has the target's number of slots, page size and layout.
+    Its host pool has the target's number of slots, page size and layout. Of a draft with other
+    layers the full-attention ones travel.
     """
     target_host = controller.mem_pool_host
+    pool = full_attention_pool(pool)
     host_pool = make_host_pool(pool, target_host.size, target_host.layout)
     if host_pool is None:
         logger.warning(
@@ -170,5 +246,6 @@ def register_draft(
         return make_identity(model_config, registered, fingerprint()).digest()
 
     controller.set_draft_kv_pool(pool, host_pool, digest)
+    controller.host_pools.warm_up()
     logger.info("Draft KV travels with the target's: %d host tokens", host_pool.size)
     return True

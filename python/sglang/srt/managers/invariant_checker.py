@@ -41,6 +41,9 @@ class InvariantChecker:
         protected = self.tree_cache.protected_size()
         if protected:
             raise InvariantError(f"idle, but {protected} cached tokens are locked")
+        protected = self.tree_cache.swa_protected_size()
+        if protected:
+            raise InvariantError(f"idle, but {protected} cached window rows are locked")
         free, cached = self.allocator.available_size(), self.tree_cache.evictable_size()
         if free + cached != self.allocator.size:
             raise InvariantError(

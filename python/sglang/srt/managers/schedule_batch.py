@@ -38,6 +38,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.state_snapshots import PrefillSpan, StatePlan
 from sglang.srt.mem_cache.tree_components.base import TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, LogprobRequest
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -191,6 +192,7 @@ class Req:
         self.last_host_node: TreeNode | None = None
         self.best_match_node: TreeNode | None = None
         self.host_hit_length = 0
+        self.known_len = 0  # tokens that the cache has seen before, of use or not
         self.cache_protected_len = 0
         self.kv_fingerprint: str | None = None
         self.kv_committed_len = 0
@@ -280,9 +282,9 @@ class Req:
     def cacheable_ids(self, tree_cache: BasePrefixCache) -> list[int]:
         """The tokens of the key under which the prefix may come from a cache.
 
-        A bigram key has one unit less than tokens, so it takes one token more.
+        A key has `lookahead` units less than tokens, so it takes as many tokens more.
         """
-        return self.fill_ids[: self.max_prefix_len() + (1 if tree_cache.is_eagle else 0)]
+        return self.fill_ids[: self.max_prefix_len() + tree_cache.lookahead]
 
     @property
     def needs_input_logprobs(self) -> bool:
@@ -303,6 +305,7 @@ class Req:
         self.last_host_node = match.last_host_node
         self.best_match_node = match.best_match_node
         self.host_hit_length = match.host_hit_length
+        self.known_len = match.known_len
         self.host_cached_tokens = 0
         self.cache_protected_len = len(match.device_indices)
 
@@ -416,6 +419,7 @@ class ScheduleBatch:
         self.sampling_info: SamplingBatchInfo | None = None
         self.traits = BatchTraits.of(reqs)
         self.hicache_consumer_index = -1
+        self.state_plan: StatePlan | None = None  # of the step being prepared
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -476,6 +480,7 @@ class ScheduleBatch:
         Raises RuntimeError.
         """
         self.forward_mode = ForwardMode.EXTEND
+        goes_on = [req.req_pool_idx is not None for req in self.reqs]
         new_rows = [req for req in self.reqs if req.req_pool_idx is None]
         rows = self.req_to_token_pool.alloc(len(new_rows))
         if rows is None:
@@ -504,10 +509,24 @@ class ScheduleBatch:
         self.out_cache_loc = slots
         self.req_pool_indices = np.array([self._row_of(r) for r in self.reqs], dtype=np.int64)
         self.seq_lens = np.array(seq_lens, dtype=np.int64)
+        self.state_plan = self.tree_cache.plan_prefill_states(
+            [self._prefill_span(i, goes_on[i]) for i in range(len(self.reqs))]
+        )
         for req in self.reqs:
             if not req.is_chunked:
                 req.num_pending_tokens += 1
         self._refresh_sampling_info()
+
+    def _prefill_span(self, index: int, goes_on: bool) -> PrefillSpan:
+        req, start = self.reqs[index], self.prefix_lens[index]
+        return PrefillSpan(
+            row=self._row_of(req),
+            start=start,
+            end=start + self.extend_lens[index],
+            is_last=not req.is_chunked,
+            node=None if goes_on else req.last_node,
+            known_len=req.known_len,
+        )
 
     def _alloc_extend(self, seq_lens: list[int], last_locs: list[int]) -> torch.Tensor:
         """Slots of all new tokens; evicts from the prefix cache what is missing."""
@@ -521,15 +540,19 @@ class ScheduleBatch:
         if slots is None:
             raise RuntimeError(
                 f"admitted {sum(self.extend_lens)} new tokens, free {allocator.available_size()}, "
-                f"evictable {self.tree_cache.evictable_size()}"
+                f"evictable {self.tree_cache.evictable_size()}; of window rows "
+                f"{allocator.available_swa_size()} and {self.tree_cache.swa_evictable_size()}"
             )
         return slots
 
     def _evict_to_have(self, num_tokens: int) -> None:
         """Evict from the prefix cache until this many slots are free, or nothing is evictable."""
-        missing = num_tokens - self.token_to_kv_pool_allocator.available_size()
-        if missing > 0:
-            self.tree_cache.evict(EvictParams(num_tokens=missing))
+        allocator = self.token_to_kv_pool_allocator
+        missing = max(0, num_tokens - allocator.available_size())
+        free_swa = allocator.available_swa_size()
+        missing_swa = 0 if free_swa is None else max(0, num_tokens - free_swa)
+        if missing or missing_swa:
+            self.tree_cache.evict(EvictParams(num_tokens=missing, num_swa_tokens=missing_swa))
 
     def decode_pages_needed(self) -> int:
         """Pages that the next decode step takes: one for each request at a page's end.
@@ -549,7 +572,8 @@ class ScheduleBatch:
         allocator = self.token_to_kv_pool_allocator
         need = self.decode_pages_needed() * allocator.page_size
         self._evict_to_have(need)
-        return allocator.available_size() >= need
+        free_swa = allocator.available_swa_size()
+        return allocator.available_size() >= need and (free_swa is None or free_swa >= need)
 
     def prepare_for_decode(self) -> None:
         """Give every request the slot of the token it sampled last.
@@ -558,6 +582,7 @@ class ScheduleBatch:
         step. Raises RuntimeError when the slots are missing: `has_decode_memory` comes first.
         """
         self.forward_mode = ForwardMode.DECODE
+        self.state_plan = None
         if self.step_shape.num_slots > 1:
             self._prepare_for_multi_token_decode()
             return
@@ -566,6 +591,7 @@ class ScheduleBatch:
         table = self.req_to_token_pool.req_to_token_cpu.numpy()
         last_locs = table[rows, old_lens - 1].astype(np.int64)
         self.seq_lens = old_lens + 1
+        self.state_plan = self.tree_cache.plan_decode_states(rows, self.seq_lens)
         slots = allocator.alloc_decode(self.seq_lens, last_locs)
         if slots is None:
             raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests")

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, LoadBackParams
+from sglang.srt.mem_cache.swa_allocator import swa_part
 
 # Tokens set aside for one request's future output when admitting; a request may ask for far more
 # than it will produce, and retraction covers the rare time when many do not stop.
@@ -141,6 +142,9 @@ class PrefillAdder:
         self.rem_chunk = limits.chunk_size
         self.new_token_ratio = new_token_ratio
         self.reserved = sum(self._future_tokens(req) * new_token_ratio for req in running)
+        # The same for rows of sliding windows, of which no request takes more and more.
+        self._windows = swa_part(allocator)
+        self.reserved_swa = sum(self._future_rows(req) * new_token_ratio for req in running)
         self.can_run: list[Req] = []
         self.new_chunked_req: Req | None = None
         self.hit_tokens = 0
@@ -150,6 +154,27 @@ class PrefillAdder:
     def _future_tokens(self, req: Req) -> int:
         tokens = min(max(req.remaining_new_tokens, 0), CLIP_MAX_NEW_TOKENS)
         return tokens + self.limits.page_size + self.limits.step_slots - 1
+
+    def _future_rows(self, req: Req) -> int:
+        """Window rows that a request may still come to hold, of its own."""
+        if self._windows is None:
+            return 0
+        most = self._windows.rows_of_decode(self.limits.step_slots)
+        held = req.kv_committed_len - req.cache_protected_len
+        return min(self._future_tokens(req), max(0, most - held))
+
+    def _swa_room(self, req: Req | None) -> float:
+        """Tokens of a request that the window pool can take now; no limit without one.
+
+        None: of the request that goes on, for which nothing is set aside.
+        """
+        free = self.allocator.available_swa_size()
+        if free is None:
+            return float("inf")
+        free += self.tree_cache.swa_evictable_size() - self.limits.page_size
+        if req is None or self._is_alone:
+            return free
+        return free - self.reserved_swa - self._future_rows(req) * self.new_token_ratio
 
     def _ceil(self, num_tokens: int) -> int:
         page = self.limits.page_size
@@ -164,7 +189,7 @@ class PrefillAdder:
         """Go on with the request whose prompt was cut. It holds its lock and slots already."""
         remaining = len(req.fill_ids) - len(req.prefix_indices)
         free = self.allocator.available_size() + self.tree_cache.evictable_size()
-        budget = min(self._chunk_budget(), free - self.limits.page_size)
+        budget = min(self._chunk_budget(), free - self.limits.page_size, self._swa_room(None))
         cut = self._cut(remaining, budget)
         if cut <= 0:
             return AddResult.NO_TOKEN
@@ -181,14 +206,14 @@ class PrefillAdder:
         node = req.last_node
         # Locking takes the matched prefix out of what can be evicted, so it comes before the test.
         self.tree_cache.inc_lock_ref(node)
-        if not self._fits(need, req, extend_len):
+        if not (self._fits(need, req, extend_len) and self._fits_windows(req, extend_len)):
             self.tree_cache.dec_lock_ref(node)
             return AddResult.NO_TOKEN
         if self.can_run and self._ceil(extend_len - req.host_hit_length) > self.rem_input:
             self.tree_cache.dec_lock_ref(node)
             return AddResult.OTHER
         extend_len = self._load_back(req, extend_len)
-        cut = self._cut(extend_len, self._chunk_budget())
+        cut = self._cut(extend_len, min(self._chunk_budget(), self._swa_room(req)))
         if cut <= 0:
             self.tree_cache.dec_lock_ref(req.last_node)
             return AddResult.OTHER
@@ -200,9 +225,8 @@ class PrefillAdder:
             return True
         # With nothing running there is nobody to wait for: the estimate of the future must not
         # keep the last request out when its prompt fits.
-        alone = self._nothing_runs and not self.can_run
         first_decode = self.limits.step_slots if req.remaining_new_tokens > 1 else 0
-        return alone and self._ceil(extend_len + first_decode) <= self.rem_total
+        return self._is_alone and self._ceil(extend_len + first_decode) <= self.rem_total
 
     def _load_back(self, req: Req, extend_len: int) -> int:
         """Let the cache bring a host-resident prefix to the device; returns the new extend_len."""
@@ -229,11 +253,29 @@ class PrefillAdder:
             return 1 << 62
         return self.rem_chunk
 
-    def _cut(self, extend_len: int, budget: int) -> int:
+    def _cut(self, extend_len: int, budget: float) -> int:
         """Tokens of this step: all, or as many whole pages as the chunk has room for."""
         if extend_len <= budget:
             return extend_len
-        return budget // self.limits.page_size * self.limits.page_size
+        return int(budget) // self.limits.page_size * self.limits.page_size
+
+    def _fits_windows(self, req: Req, extend_len: int) -> bool:
+        """Whether the window pool can take what is loaded for a request, and a part of its prompt.
+
+        Longer prompts go on in chunks, whatever the chunk size: each gives back the rows behind it.
+        """
+        if self._windows is None:
+            return True
+        page = self.limits.page_size
+        loaded = self._ceil(self._windows.window) if req.host_hit_length else 0
+        computed = self._ceil(extend_len - req.host_hit_length)
+        # A few tokens at a time are worth a step only where there is nobody to wait for.
+        least = page if self._is_alone else min(computed, self._ceil(self._windows.window))
+        return loaded + least <= self._swa_room(req)
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._nothing_runs and not self.can_run
 
     def _admit(self, req: Req, extend_len: int, *, is_chunked: bool) -> None:
         req.extend_len = extend_len
@@ -247,6 +289,7 @@ class PrefillAdder:
         rest = len(req.fill_ids) - len(req.prefix_indices) - extend_len
         self.reserved += tokens + self._ceil(rest)
         self.reserved += self._future_tokens(req) * self.new_token_ratio
+        self.reserved_swa += tokens + self._future_rows(req) * self.new_token_ratio
         self.input_tokens += extend_len
         self.hit_tokens += len(req.prefix_indices)
         if is_chunked:

@@ -57,6 +57,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.platforms import current_platform
+from sglang.srt.speculative.draft_runner import draft_kv
 from sglang.srt.speculative.eagle_worker import DraftModelWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
@@ -127,13 +128,15 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self._handlers = self._make_handlers()
 
     def _get_draft_kv_pool(self) -> tuple[KVCache | None, ModelConfig | None]:
-        """The draft model's KV pool and configuration; (None, None) where there is none."""
-        runner = None
+        """The draft model's KV pool and configuration; (None, None) where there is none.
+
+        Where its layers are models of their own: the pool of all of them.
+        """
         if isinstance(self.draft_worker, EAGLEWorkerV2):
-            runner = self.draft_worker.draft_worker.draft_runner
-        elif isinstance(self.draft_worker, DraftModelWorker):
-            runner = self.draft_worker.model_runner
-        return (None, None) if runner is None else (runner.token_to_kv_pool, runner.model_config)
+            return draft_kv(self.draft_worker.draft_worker.draft_runner_list)
+        if isinstance(self.draft_worker, DraftModelWorker):
+            return draft_kv(self.draft_worker.draft_runner_list)
+        return None, None
 
     def _maybe_register_hicache_draft(self) -> None:
         """Where there are tiers and a draft pool: let the draft's KV go wherever the target's goes.
@@ -331,7 +334,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.tree_cache.cache_unfinished_req(req, chunked=True)
         if adder.add_chunked_req(req) is AddResult.ADDED:
             return True
-        if self.running_batch.is_empty() and not self.result_queue:
+        is_waited_for = bool(self.result_queue) or self.tree_cache.has_pending_copies()
+        if self.running_batch.is_empty() and not is_waited_for:
             raise RuntimeError(f"{req}: its next chunk does not fit into an otherwise idle pool")
         return False
 
@@ -361,6 +365,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         if self.result_queue and batch.traits.needs_host_tokens:
             self._drain_results()
             self._keep_running(self._goes_on)
+        self.tree_cache.release_out_of_window(batch.reqs)
         if not batch.is_empty() and not batch.has_decode_memory():
             self._make_decode_memory()
             batch = self.running_batch
@@ -692,11 +697,12 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def _handle_shutdown(self, recv: ShutdownReq) -> None:
         self.stopping = True
 
-    def flush_cache(self) -> bool:
+    def flush_cache(self, empty_cache: bool = True) -> bool:
         """Clear every piece of state that depends on cached KV, or nothing.
 
         Returns False, with a warning, while any request is active. Transfers of a hierarchical
-        cache in flight do not refuse it; L3 storage is not touched.
+        cache in flight do not refuse it; L3 storage is not touched. `empty_cache`: give memory that
+        the device's allocator keeps for later back as well.
         """
         if not self._is_no_request():
             logger.warning(
@@ -716,7 +722,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             self.tree_cache.finish_weights_update(self._weight_updater.kv_fingerprint())
         self.forward_ct_decode = 0
         self.reports.reset_counters()
-        current_platform().empty_cache()
+        if empty_cache:
+            current_platform().empty_cache()
         self.reports.on_idle()
         logger.info("Cache flushed successfully!")
         return True

@@ -33,12 +33,13 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
 from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
-from sglang.srt.managers.spec_setup import kv_dtype, needs_bigram_keys, spec_settings
+from sglang.srt.managers.spec_setup import key_lookahead, kv_dtype, spec_settings
 from sglang.srt.managers.tp_worker import BatchWorker, TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
+from sglang.srt.mem_cache.state_snapshots import StateSnapshots
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts
@@ -52,6 +53,7 @@ from sglang.srt.observability.metrics import (
 from sglang.srt.platforms import init_platform
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.draft_runner import draft_kv
 from sglang.srt.speculative.eagle_worker import DraftModelWorker
 from sglang.srt.speculative.worker_factory import (
     DraftPlan,
@@ -81,10 +83,11 @@ def run_scheduler_process(
     start = time.perf_counter()
     scheduler, ready = make_scheduler(server_args, port_args, tp_rank, dp_rank)
     ready.load_time_s = time.perf_counter() - start
+    # What is there now stays: collections under load, and those that flushes ask for, would walk
+    # all of torch's objects each time (0.1 s).
+    scheduler.reports.freeze_gc()
     pipe_writer.send(ready)
     pipe_writer.close()
-    # Modules and model live as long as the process: collections need not look at them.
-    scheduler.reports.freeze_gc()
     scheduler.run()
     scheduler.tree_cache.shutdown()
     logger.info("Scheduler stopped")
@@ -117,7 +120,7 @@ def make_scheduler(
     runner = ModelRunner(model_config, config)
     target_worker = TpModelWorker(runner)
     draft_worker = create_draft_worker(spec, plan, target_worker, config) if spec else None
-    ready = _ready_message(server_args, model_config, runner)
+    ready = _ready_message(server_args, model_config, runner, draft_worker)
     scheduler = build_scheduler(
         server_args,
         port_args,
@@ -164,6 +167,11 @@ def _runner_config(
         draft_token_bytes=plan.token_bytes if plan is not None else 0,
         draft_weight_bytes=plan.weight_bytes if plan is not None else 0,
         draft_positions=draft_positions(spec) if spec is not None else 0,
+        swa_full_tokens_ratio=server_args.swa_full_tokens_ratio,
+        disable_hybrid_swa_memory=server_args.disable_hybrid_swa_memory,
+        mamba_full_memory_ratio=server_args.mamba_full_memory_ratio,
+        max_mamba_cache_size=server_args.max_mamba_cache_size,
+        keep_state_snapshots=not server_args.disable_radix_cache,
         memory_saver=MemorySaver(server_args.enable_memory_saver),
         keep_released_weights=server_args.enable_weights_cpu_backup,
         keep_released_draft_weights=server_args.enable_draft_weights_cpu_backup,
@@ -180,8 +188,12 @@ def _warm_up_tokens(server_args: ServerArgs, model_config: ModelConfig) -> int:
 
 
 def _ready_message(
-    server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    runner: ModelRunner,
+    draft_worker: BaseSpecWorker | None,
 ) -> SchedulerReady:
+    drafts = draft_worker.draft_runner_list if isinstance(draft_worker, DraftModelWorker) else ()
     return SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,
         # One slot at least must be left for the first output token.
@@ -199,6 +211,8 @@ def _ready_message(
             "context_length": model_config.context_len,
             "model_type": model_config.model_type,
             "architectures": list(model_config.architectures),
+            # Models that draft: one, or one for each step.
+            "num_draft_runners": len(drafts),
         },
     )
 
@@ -221,6 +235,7 @@ def build_scheduler(
     weight_updater = _make_weight_updater(server_args, target_worker, draft_worker)
     wakeup = Wakeup()
     hicache = _make_hicache(server_args, target_worker, draft_worker, wakeup, metrics)
+    states = _make_state_snapshots(server_args, target_worker.model_runner)
     tree_cache = create_tree_cache(
         CacheInitParams(
             req_to_token_pool=rows,
@@ -228,9 +243,12 @@ def build_scheduler(
             page_size=ready.page_size,
             disable=server_args.disable_radix_cache,
             eviction_policy=server_args.radix_eviction_policy,
-            is_eagle=needs_bigram_keys(server_args),
+            lookahead=key_lookahead(server_args),
             weights_fingerprint=weight_updater.kv_fingerprint(),
             hicache=hicache,
+            state_allocator=states.allocator if states is not None else None,
+            capture_state=states.capture if states is not None else None,
+            state_snapshots=states,
         )
     )
     if hicache is not None:
@@ -299,7 +317,7 @@ def build_scheduler(
 def _make_weight_updater(
     server_args: ServerArgs, target: TpModelWorker, draft: BaseSpecWorker | None
 ) -> WeightUpdater:
-    drafts = [draft.model_runner] if isinstance(draft, DraftModelWorker) else []
+    drafts = draft.draft_runner_list if isinstance(draft, DraftModelWorker) else ()
     return WeightUpdater(
         target.model_runner,
         drafts,
@@ -317,6 +335,16 @@ def _no_front(reply: ControlReqOutput) -> None:
     raise RuntimeError("only rank 0 replies to the front")
 
 
+def _make_state_snapshots(server_args: ServerArgs, runner: ModelRunner) -> StateSnapshots | None:
+    """Slots of recurrent states for the prefix cache; None where there are none."""
+    if runner.num_state_snapshots == 0:
+        return None
+    # Only whole pages are cached, so a state within one is of no use.
+    page = runner.config.page_size
+    interval = -(-server_args.mamba_track_interval // page) * page
+    return StateSnapshots(runner.num_state_snapshots, interval, runner.device)
+
+
 def _make_hicache(
     server_args: ServerArgs,
     target_worker: TpModelWorker,
@@ -330,8 +358,8 @@ def _make_hicache(
     runner = target_worker.model_runner
     draft_bytes = 0
     if isinstance(draft_worker, DraftModelWorker):
-        draft = draft_worker.model_runner
-        draft_bytes = kv_bytes_per_token(draft.model_config, server_args.tp_size, draft.kv_dtype)
+        pool, config = draft_kv(draft_worker.draft_runner_list)
+        draft_bytes = kv_bytes_per_token(config, server_args.tp_size, pool.dtype)
     return build_hicache(
         HiCacheSettings(
             limits=HostPoolLimits(

@@ -76,7 +76,7 @@ class WeightUpdateHost(Protocol):
         """Read all results, abort all if asked; None when a flush is possible, else counts."""
         ...
 
-    def flush_cache(self) -> bool: ...
+    def flush_cache(self, empty_cache: bool = True) -> bool: ...
 
     def isolate_cached_kv(self) -> None:
         """Let the cache go on under the weights' present fingerprint."""
@@ -124,14 +124,15 @@ def apply_weight_update(
     host.reports.on_weight_update(_SOURCES[type(recv)], time.perf_counter() - start)
     is_changed = updater.kv_fingerprint() != before
     if recv.flush_cache and (result.success or is_changed):
-        if not host.flush_cache():
+        # Received tensors leave gigabytes behind: the next update uses them again, unless asked.
+        if not host.flush_cache(empty_cache=recv.torch_empty_cache):
             raise RuntimeError("the scheduler was idle before the update and is not after it")
     else:
         host.isolate_cached_kv()
+        if recv.torch_empty_cache:
+            current_platform().empty_cache()
     if result.success and recv.weight_version is not None:
         host.stamp_weight_version(recv.weight_version)
-    if recv.torch_empty_cache:
-        current_platform().empty_cache()
     updater.wait_for_all_ranks()
     return _reply(result, recv.weight_version)
 

@@ -45,6 +45,7 @@ def spec_settings(server_args: ServerArgs) -> SpecSettings | None:
         draft_model_path=server_args.speculative_draft_model_path,
         draft_load_format=server_args.speculative_draft_load_format or "auto",
         overlap=not server_args.disable_overlap_schedule,
+        multi_layer=server_args.enable_multi_layer_eagle,
         ngram=_ngram_options(server_args, num_draft_tokens) if is_ngram else None,
         ngram_corpus=_ngram_corpus(server_args) if is_ngram else None,
     )
@@ -76,10 +77,12 @@ def _ngram_corpus(server_args: ServerArgs) -> NgramCorpus | None:
     return NgramCorpus(path=path, encode=encode)
 
 
-def needs_bigram_keys(server_args: ServerArgs) -> bool:
-    """Whether cached KV depends on the token after its own."""
+def key_lookahead(server_args: ServerArgs) -> int:
+    """On how many tokens after its own cached KV depends."""
     algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
-    return algorithm.traits.needs_next_token
+    if server_args.enable_multi_layer_eagle and server_args.speculative_num_steps is not None:
+        return server_args.speculative_num_steps
+    return int(algorithm.traits.needs_next_token)
 
 
 def kv_dtype(server_args: ServerArgs, model_config: ModelConfig) -> torch.dtype:

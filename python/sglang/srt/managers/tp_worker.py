@@ -204,6 +204,7 @@ class TpModelWorker:
             "logprobs": batch.logprob_request(),
             "hicache_consumer_index": batch.hicache_consumer_index,
             "capture_hidden_mode": self._capture_mode(batch),
+            "state_plan": batch.state_plan,
         }
         if batch.forward_mode is ForwardMode.DECODE:
             return self._build_decode_batch(batch, common)

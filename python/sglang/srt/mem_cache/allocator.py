@@ -95,6 +95,10 @@ class BaseTokenToKVPoolAllocator:
         """Return the number of free slots (whole pages)."""
         return self._num_free_pages * self.page_size
 
+    def available_swa_size(self) -> int | None:
+        """Return how many window rows are free beside the slots; None where there are none."""
+        return None
+
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Take ``need_size`` slots, a multiple of the page size.
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
@@ -29,6 +30,8 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey, TokenIds
+from sglang.srt.mem_cache.state_snapshots import PrefillSpan, StatePlan, StateSnapshots
+from sglang.srt.mem_cache.swa_allocator import swa_part
 from sglang.srt.mem_cache.tree_components.base import TreeNode
 
 
@@ -89,11 +92,14 @@ Returns the slot, int64 [1], or None where that state is not at hand or no slot 
 class CacheInitParams:
     """What a cache is made from.
 
-    ``disable``: no prefix reuse; ``is_eagle``: bigram keys; ``weights_fingerprint``: content
-    digest of the loaded weights, part of every key; ``hicache``: the tiers behind the device,
-    None without; ``enable_kv_cache_events``: record what comes and goes, for ``take_events``;
+    ``disable``: no prefix reuse; ``is_eagle``: bigram keys; ``lookahead``: tokens after its own
+    that KV of a position is a function of (None: 1 with ``is_eagle``); ``weights_fingerprint``:
+    content digest of the loaded weights, part of every key; ``hicache``: the tiers behind the
+    device, None without; ``enable_kv_cache_events``: record what comes and goes, for
+    ``take_events``;
     ``state_allocator``, ``capture_state``: slots of recurrent-state snapshots and how they are
-    made, for a tree with that component.
+    made, for a tree with that component; ``state_snapshots``: the owner of both where the forward
+    pass takes the snapshots, None where the caller does.
     """
 
     req_to_token_pool: ReqToTokenPool
@@ -102,11 +108,13 @@ class CacheInitParams:
     disable: bool = False
     eviction_policy: str = "lru"
     is_eagle: bool = False
+    lookahead: int | None = None
     weights_fingerprint: str | None = None
     hicache: HiCacheParams | None = None
     enable_kv_cache_events: bool = False
     state_allocator: BaseTokenToKVPoolAllocator | None = None
     capture_state: StateCapture | None = None
+    state_snapshots: StateSnapshots | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +129,9 @@ class MatchResult:
     """What is cached of a key.
 
     ``device_indices``: int64 CPU, whole pages; ``last_device_node``: where they end (to lock);
-    ``host_hit_length``: tokens behind them that only the host has; ``last_host_node``: deepest
-    backed-up node, anchor of a prefetch; ``best_match_node``: where a load back would end.
+    ``host_hit_length``: tokens behind them that a load back adds; ``last_host_node``: deepest
+    backed-up node, anchor of a prefetch; ``best_match_node``: where a load back would end;
+    ``known_len``: tokens of the key that nodes cover, of use or not.
     Nodes are None for a cache without a tree.
     """
 
@@ -131,6 +140,7 @@ class MatchResult:
     last_host_node: TreeNode | None
     best_match_node: TreeNode | None
     host_hit_length: int = 0
+    known_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +172,10 @@ class InsertResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictParams:
-    """How much to free at least, where it can be."""
+    """How much to free at least, where it can be: slots, and window rows beside them."""
 
     num_tokens: int
+    num_swa_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +183,7 @@ class EvictResult:
     """How much was freed; may exceed the wish by less than one node, or fall short."""
 
     num_tokens_evicted: int
+    num_swa_tokens_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,15 +217,19 @@ class BasePrefixCache(ABC):
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = params.page_size
         self.disable = params.disable  # nothing is ever reused
-        self.is_eagle = params.is_eagle  # bigram keys
+        self._swa_allocator = swa_part(params.token_to_kv_pool_allocator)
+        # Row of a request -> where its own window rows begin that it has not given back.
+        self._window_starts: dict[int, int] = {}
+        # Tokens after its own that a unit of a key holds; 1: bigrams.
+        self.lookahead = int(params.is_eagle) if params.lookahead is None else params.lookahead
         # Namespace of new keys; see ``set_weights_fingerprint``.
         self.weights_fingerprint = params.weights_fingerprint
 
     # -- the tree ---------------------------------------------------------------------------
 
-    @abstractmethod
     def reset(self) -> None:
         """Forget everything. The caller clears allocator and request table."""
+        self._window_starts.clear()
 
     @abstractmethod
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -260,6 +276,14 @@ class BasePrefixCache(ABC):
     def protected_size(self) -> int:
         """Return device tokens in the tree that locks hold."""
 
+    def swa_evictable_size(self) -> int:
+        """Return window rows in the tree that eviction may free."""
+        return 0
+
+    def swa_protected_size(self) -> int:
+        """Return window rows in the tree that locks hold."""
+        return 0
+
     def total_size(self) -> int:
         """Return device tokens in the tree."""
         return self.evictable_size() + self.protected_size()
@@ -272,9 +296,67 @@ class BasePrefixCache(ABC):
         given, the pool equation is checked as well.
         """
 
+    def plan_prefill_states(self, spans: Sequence[PrefillSpan]) -> StatePlan | None:
+        """Choose where a prefill step's requests begin and which of their states it keeps.
+
+        None where nothing is to be kept: each goes on with its own state, or begins anew.
+        """
+        return None
+
+    def plan_decode_states(self, rows: np.ndarray, seq_lens: np.ndarray) -> StatePlan | None:
+        """Choose which states a decode step keeps; ``seq_lens`` count its tokens. None: none."""
+        return None
+
+    # -- rows of sliding windows ----------------------------------------------------------------
+
+    def release_out_of_window(self, reqs: Sequence[CacheableReq]) -> None:
+        """Free the requests' own window rows that no coming token looks back on.
+
+        Once per decode step; a stride of tokens at a time. Nothing to do without such rows.
+        """
+        if self._swa_allocator is None:
+            return
+        stride = self._swa_allocator.release_stride
+        for req in reqs:
+            # Else its prefill is still on the way, and the tree is to get the prompt with its rows.
+            if req.kv_committed_len < len(req.origin_input_ids) + len(req.output_ids):
+                self._release_behind(req, stride)
+
+    def _release_behind(self, req: CacheableReq, stride: int) -> None:
+        """See ``release_out_of_window``; ``stride``: fewer tokens than this are left for later."""
+        windows, row = self._swa_allocator, req.req_pool_idx
+        if windows is None or row is None:
+            return
+        page = self.page_size
+        # Should the request end now, its last whole page must still have a window before it.
+        end = max(0, req.kv_committed_len - self.lookahead) // page * page
+        behind = max(0, end - (windows.window - 1)) // page * page
+        # [0, protected)       the tree's
+        # [protected, start)   given back before
+        # [start, behind)      given back now
+        start = max(req.cache_protected_len, self._window_starts.get(row, 0))
+        if behind - start >= max(stride, 1):
+            windows.free_swa(self.req_to_token_pool.read(row, start, behind))
+            self._window_starts[row] = behind
+
+    def _forget_window(self, req: CacheableReq) -> None:
+        """The request holds nothing any more."""
+        if req.req_pool_idx is not None:
+            self._window_starts.pop(req.req_pool_idx, None)
+
     def make_key(self, token_ids: TokenIds, extra_key: str | None = None) -> RadixKey:
-        """Build a key as this cache uses it (bigram or plain, current weights)."""
-        return RadixKey(token_ids, extra_key, self.is_eagle, self.weights_fingerprint)
+        """Build a key as this cache uses it (its lookahead, current weights)."""
+        return RadixKey(
+            token_ids,
+            extra_key,
+            weights_fingerprint=self.weights_fingerprint,
+            lookahead=self.lookahead,
+        )
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether a position's KV depends on tokens after its own."""
+        return self.lookahead > 0
 
     def set_weights_fingerprint(self, fingerprint: str | None) -> None:
         """Continue under other weights: nodes of the old ones are never matched again.

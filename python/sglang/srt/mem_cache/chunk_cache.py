@@ -23,9 +23,6 @@ from sglang.srt.mem_cache.tree_components.base import InvariantError, TreeNode
 class ChunkCache(BasePrefixCache):
     """Remembers nothing but a request's own earlier chunks, which its row holds."""
 
-    def reset(self) -> None:
-        """See the base class: there is nothing to forget."""
-
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """See the base class: never a hit."""
         return MatchResult(
@@ -43,6 +40,7 @@ class ChunkCache(BasePrefixCache):
         """See the base class: the request keeps all its slots."""
         if req.req_pool_idx is None:
             raise RuntimeError(f"request {req.rid} has no row")
+        self._release_behind(req, stride=1)
         req.prefix_indices = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_committed_len)
 
     def cache_finished_req(self, req: CacheableReq, is_insert: bool = True) -> None:
@@ -51,6 +49,7 @@ class ChunkCache(BasePrefixCache):
         if req.req_pool_idx is not None and req.kv_allocated_len:
             slots = self.req_to_token_pool.read(req.req_pool_idx, 0, req.kv_allocated_len)
             self.token_to_kv_pool_allocator.free(slots)
+        self._forget_window(req)
         req.kv_committed_len = 0
         req.kv_allocated_len = 0
         req.prefix_indices = torch.empty(0, dtype=torch.int64)

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     CacheableReq,
@@ -38,6 +41,7 @@ from sglang.srt.mem_cache.page_key import (
     pack_tokens,
     target_fingerprint,
 )
+from sglang.srt.mem_cache.swa_allocator import swa_part
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentType,
     InvariantError,
@@ -46,11 +50,20 @@ from sglang.srt.mem_cache.tree_components.base import (
 )
 from sglang.srt.mem_cache.tree_components.full import FullComponent
 from sglang.srt.mem_cache.tree_components.mamba import MambaComponent
+from sglang.srt.mem_cache.tree_components.swa import SWAComponent
 
 COMPONENT_FACTORIES: dict[ComponentType, Callable[[CacheInitParams], TreeComponent]] = {
     ComponentType.FULL: lambda params: FullComponent(params.token_to_kv_pool_allocator),
+    ComponentType.SWA: lambda params: _make_swa(params.token_to_kv_pool_allocator),
     ComponentType.MAMBA: lambda params: MambaComponent(params.state_allocator),
 }
+
+
+def _make_swa(allocator: BaseTokenToKVPoolAllocator) -> TreeComponent:
+    windows = swa_part(allocator)
+    if windows is None:
+        raise ValueError("sliding windows need an allocator with rows of their own")
+    return SWAComponent(windows)
 
 
 def _empty_indices() -> torch.Tensor:
@@ -94,6 +107,7 @@ class ComponentTree(BasePrefixCache):
 
     def reset(self) -> None:
         """See the base class."""
+        super().reset()
         self.evictable_leaves.clear()
         self._heap.clear()
         self.root_node = self._new_node(self.make_key(b""), None)
@@ -118,11 +132,11 @@ class ComponentTree(BasePrefixCache):
         host_hit_length = 0
         last_device_node = last_host_node = self.root_node
         for depth, node in enumerate(path[:num_usable]):
-            if node.value is None:
-                host_hit_length += len(node.key)
-            elif depth < num_on_device:  # what is on the device is a prefix of the path (I1)
+            if depth < num_on_device and node.value is not None:
                 values.append(node.value)
                 last_device_node = node
+            else:
+                host_hit_length += len(node.key)
             if node.backuped:
                 last_host_node = node
         return MatchResult(
@@ -131,6 +145,7 @@ class ComponentTree(BasePrefixCache):
             last_host_node=last_host_node,
             best_match_node=path[num_usable - 1] if num_usable else self.root_node,
             host_hit_length=host_hit_length,
+            known_len=sum(len(node.key) for node in path),
         )
 
     def insert(self, params: InsertParams) -> InsertResult:
@@ -148,20 +163,23 @@ class ComponentTree(BasePrefixCache):
                 is_state_taken = self._take_state(path[-1], params.state_slot)
         for node in path:
             end = offset + len(node.key)
+            slots = params.value[offset:end]
             node.priority = max(node.priority, params.priority)
             if node.evicted:
                 # Whoever asks has just computed these tokens: the node takes the fresh slots.
-                self._store(node, params.value[offset:end])
+                self._store(node, slots)
             else:
                 prefix_len += len(node.key)
-            self._visit(node, params.is_chunked)
+            for part in self._keep(node, slots, len(key) - end):
+                self._visit(part, params.is_chunked)
             offset = end
         last = path[-1] if path else self.root_node
         if offset < len(key):
             slots = params.value[offset : len(key)]
             last = self._add_leaf(last, key[offset:], slots, params.priority)
             is_state_taken = self._take_state(last, params.state_slot)
-            self._visit(last, params.is_chunked)
+            for part in self._keep(last, slots, 0):
+                self._visit(part, params.is_chunked)
         return InsertResult(prefix_len=prefix_len, node=last, is_state_taken=is_state_taken)
 
     def inc_lock_ref(self, node: TreeNode | None) -> int:
@@ -242,6 +260,7 @@ class ComponentTree(BasePrefixCache):
             unused = torch.cat([slots[protected:dup_end], slots[insert_end:]])
             self.token_to_kv_pool_allocator.free(unused)
         self.dec_lock_ref(req.last_node)
+        self._forget_window(req)
         req.last_node = None
         req.cache_protected_len = 0
         req.kv_committed_len = 0
@@ -249,6 +268,13 @@ class ComponentTree(BasePrefixCache):
         req.prefix_indices = _empty_indices()
 
     # -- hooks of the hierarchical layer ------------------------------------------------------
+
+    def _evicting(self) -> AbstractContextManager[None]:
+        """Return a context for taking nodes off the device; what it frees is free behind it."""
+        return nullcontext()
+
+    def _save_before_loss(self, node: TreeNode) -> None:
+        """See a node, which stays, that is about to lose the device data of some component."""
 
     def _evict_leaf(self, node: TreeNode) -> int:
         """Take an evictable leaf off the device; return the tokens freed."""
@@ -262,6 +288,15 @@ class ComponentTree(BasePrefixCache):
             node.hit_count += 1
         if self._has_host_tier:
             self._on_insert_visit(node, is_chunked)
+
+    def _keep(self, node: TreeNode, slots: torch.Tensor, units_behind: int) -> Sequence[TreeNode]:
+        """Let components take what else belongs to the slots of an insert: ``node``'s tokens.
+
+        ``slots`` are the node's own now, or copies that the caller is about to free;
+        ``units_behind``: units of the inserted key that follow. May divide the node, which keeps
+        its end; returns its parts, from the root down.
+        """
+        return (node,)
 
     def _on_insert_visit(self, node: TreeNode, is_chunked: bool) -> None:
         """See a node that an insert passes, stored and counted; with a host tier only."""
@@ -277,6 +312,10 @@ class ComponentTree(BasePrefixCache):
         """Return a snapshot slot with the request's state after so many tokens, if there is one."""
         return None
 
+    def _earlier_states(self, req: CacheableReq, num_tokens: int) -> list[int]:
+        """Return where before so many tokens there are snapshots of the request's state, rising."""
+        return []
+
     def _drop_state(self, state_slot: torch.Tensor) -> None:
         """Free a snapshot that the tree did not keep."""
 
@@ -291,7 +330,7 @@ class ComponentTree(BasePrefixCache):
     def _own_key(self, key: RadixKey) -> RadixKey:
         """Return the key in this tree's mode and weights, whole pages only."""
         return key.retargeted(
-            is_bigram=self.is_eagle, weights_fingerprint=self.weights_fingerprint
+            lookahead=self.lookahead, weights_fingerprint=self.weights_fingerprint
         ).page_aligned(self.page_size)
 
     def _walk(self, key: RadixKey) -> list[TreeNode]:
@@ -323,15 +362,17 @@ class ComponentTree(BasePrefixCache):
         Each number of nodes ends where every component can go on.
         """
         cursors = [component.match_cursor() for component in self.components.values()]
-        num_usable = num_on_device = 0
-        for depth, node in enumerate(path, start=1):
-            # Each cursor sees each node, whatever the others say: it may count.
-            verdicts = [cursor(node) for cursor in cursors]
-            if False not in verdicts:
-                num_usable = depth
-                if node.value is not None:
-                    num_on_device = depth
-        return num_usable, num_on_device
+        # Each cursor sees each node, whatever the others say: it may count.
+        verdicts = [False not in [cursor(node) for cursor in cursors] for node in path]
+        usable = [depth for depth, is_usable in enumerate(verdicts, start=1) if is_usable]
+        for depth in reversed(usable):
+            if self._is_on_device(path[depth - 1]):
+                return usable[-1], depth
+        return (usable[-1], 0) if usable else (0, 0)
+
+    def _is_on_device(self, node: TreeNode) -> bool:
+        """Whether a user of ``node`` needs nothing that is not on the device."""
+        return all(component.is_on_device(node) for component in self.components.values())
 
     def _split(self, lower: TreeNode, num_units: int) -> TreeNode:
         """Put a new node over ``lower`` that takes its first ``num_units``; return it."""
@@ -486,7 +527,28 @@ class ComponentTree(BasePrefixCache):
     def _insert_committed(
         self, req: CacheableReq, key: RadixKey, slots: torch.Tensor, more_follows: bool
     ) -> InsertResult:
-        """Insert a request's slots; what it has locked must still be there."""
+        """Insert a request's slots; what it has locked must still be there.
+
+        A snapshot of its state needs a node that ends there, so the key goes in piece by piece.
+        """
+        known_len: int | None = None  # where the tree began to take slots
+        for end in self._earlier_states(req, len(key)):
+            piece = self._insert_piece(req, key[:end], slots, more_follows=True)
+            if known_len is None and piece.prefix_len < end:
+                known_len = piece.prefix_len
+        result = self._insert_piece(req, key, slots, more_follows)
+        if known_len is not None:
+            result = replace(result, prefix_len=known_len)
+        if result.prefix_len < req.cache_protected_len:
+            raise InvariantError(
+                f"request {req.rid} locked {req.cache_protected_len} tokens and the tree has "
+                f"{result.prefix_len}"
+            )
+        return result
+
+    def _insert_piece(
+        self, req: CacheableReq, key: RadixKey, slots: torch.Tensor, more_follows: bool
+    ) -> InsertResult:
         state_slot = self._capture_state(req, len(key))
         result = self.insert(
             InsertParams(
@@ -499,11 +561,6 @@ class ComponentTree(BasePrefixCache):
         )
         if state_slot is not None and not result.is_state_taken:
             self._drop_state(state_slot)
-        if result.prefix_len < req.cache_protected_len:
-            raise InvariantError(
-                f"request {req.rid} locked {req.cache_protected_len} tokens and the tree has "
-                f"{result.prefix_len}"
-            )
         return result
 
     def _path_indices(self, node: TreeNode | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Owns what the three documented trees share besides the walk (``component_tree.py``), the copies
 between device and host (``hicache_tiers.py``) and prefetches (``hicache_prefetch.py``). A variant
-fills in the seven hooks of ``hicache_tiers.py`` and overrides nothing here. Scheduler thread only.
+fills in the nine hooks of ``hicache_tiers.py`` and overrides nothing here. Scheduler thread only.
 
 **The tick** (``check_hicache_events``) is the only place where ranks talk, once per scheduler loop
 on every rank, whatever its queues hold:
@@ -44,6 +44,8 @@ from sglang.srt.mem_cache.hicache_records import (
     PrefetchEntry,
 )
 from sglang.srt.mem_cache.hicache_tiers import split_in
+from sglang.srt.mem_cache.memory_pool_host import PoolEntry
+from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.storage.extra_config import ExtraConfig, parse_extra_config
 from sglang.srt.mem_cache.storage_control import StorageControlQueues, TickCounts
 from sglang.srt.mem_cache.storage_threads import StorageOperation
@@ -228,11 +230,12 @@ class HiCacheTreeBase(HiCachePrefetch):
 
     def _on_release(self, host_indices: torch.Tensor) -> None:
         self.cache_controller.mem_pool_host.free(host_indices)
-        self._num_returning_pages -= len(host_indices) // self.page_size
+        self._returning_pages[PoolName.KV] -= len(host_indices) // self.page_size
 
     def _on_extra_release(self, index: int, host_indices: torch.Tensor) -> None:
         name = list(self.cache_controller.extra_host_mem_release_queues)[index]
         self.cache_controller.host_pools.free({name: host_indices})
+        self._returning_pages[name] -= 1
 
     def _settle_prefetches(self, progress: TickProgress) -> None:
         for seen in progress.prefetches:
@@ -267,13 +270,15 @@ class HiCacheTreeBase(HiCachePrefetch):
         if self.storage_options.hicache_storage_pass_prefix_keys:
             before = self.path_hashes(node)
             prefix_keys = tuple(before[: len(before) - len(hashes) + first_page])
+        extra = tuple(pages.within(first_page) for pages in self._host_pages(node))
         op_id = self.cache_controller.write_storage(
-            host_value[first_page * self.page_size :], hashes[first_page:], prefix_keys
+            host_value[first_page * self.page_size :], hashes[first_page:], prefix_keys, extra
         )
         self.ongoing_backup[op_id] = BackupEntry(
             nodes=(node,),
             num_pages=len(hashes) - first_page,
             host_lock=self._take_host_lock(node),
+            extra=extra,
         )
         node.storage_op_id = op_id
         node.unstored_from = None  # set meanwhile: storage has lost what it had
@@ -491,7 +496,8 @@ class HiCacheTreeBase(HiCachePrefetch):
             self.flush_write_through_acks()
             self._abort_all_prefetches()
             for entry in self.ongoing_backup.values():
-                self._num_returning_pages += entry.num_pages
+                self._returning_pages[PoolName.KV] += entry.num_pages
+                self._count_returning(entry.extra)
             self._orphaned_backups |= self.ongoing_backup.keys()
             self.ongoing_backup.clear()
             self._controller.reset()
@@ -564,26 +570,29 @@ class HiCacheTreeBase(HiCachePrefetch):
                     )
 
     def _check_host_slots(self, nodes: list[TreeNode]) -> None:
-        """No host slot is in two places, and every one is in one."""
-        pool = self.cache_controller.mem_pool_host
-        values = [node.host_value for node in nodes if node.host_value is not None]
-        values += [
-            entry.operation.host_indices
-            for entry in self.ongoing_prefetch.values()
-            if entry.operation.host_indices is not None
-        ]
-        slots = torch.cat(values) if values else torch.empty(0, dtype=torch.int64)
+        """No host slot is in two places, and every one is in one; in each pool."""
+        for kind, part in self.components.items():
+            entry = self.cache_controller.host_pools.get(part.pool_name)
+            if entry is None:
+                raise InvariantError(f"{kind!r} has no host pool")
+            values = [node.data[kind].host_value for node in nodes]
+            self._check_slots_of_pool(entry, [value for value in values if value is not None])
+
+    def _check_slots_of_pool(self, entry: PoolEntry, in_tree: list[torch.Tensor]) -> None:
+        operations = [prefetch.operation for prefetch in self.ongoing_prefetch.values()]
+        in_prefetches = [op.slots[entry.name] for op in operations if entry.name in op.slots]
+        slots = torch.cat([torch.empty(0, dtype=torch.int64), *in_tree, *in_prefetches])
         if len(np.unique(slots.numpy())) != len(slots):
-            raise InvariantError("a host slot is in two places")
-        in_tree = sum(len(node.host_value) for node in nodes if node.host_value is not None)
-        if pool.is_free(slots[:in_tree]).any():
-            raise InvariantError("host slots of the tree are free")
-        returning = self._num_returning_pages * self.page_size
+            raise InvariantError(f"a host slot of {entry.name} is in two places")
+        pool = entry.host_pool
+        if pool.is_free(slots[: sum(map(len, in_tree))]).any():
+            raise InvariantError(f"host slots of {entry.name} in the tree are free")
+        returning = self._returning_pages[entry.name] * pool.page_size
         available = pool.available_size()
         if available + len(slots) + returning != pool.size:
             raise InvariantError(
-                f"host: free {available} + tree and prefetches {len(slots)} + returning "
-                f"{returning} != size {pool.size}"
+                f"host {entry.name}: free {available} + tree and prefetches {len(slots)} + "
+                f"returning {returning} != size {pool.size}"
             )
 
 

@@ -15,7 +15,10 @@ Host pages of a prefetch, and who frees them; [0, usable) is what all ranks have
     [usable, completed) this thread puts them into the release queue
     [completed, end)    the I/O side puts them into the release queue after its last touch
 
-Pages go through the release queue one an item, so that ranks whose reads got differently far free
+Pages of pools with slots of their own are all the tree's or all released: a span is of use only
+whole where such pools are (``PrefetchOperation``).
+
+Pages go through the release queues one an item, so that ranks whose reads got differently far free
 the same number at the same tick. Entries are (request, attempt): results of an earlier attempt of
 the same request find no entry.
 """
@@ -24,11 +27,10 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
-
-import torch
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
 from sglang.srt.mem_cache.hicache_records import (
@@ -37,8 +39,9 @@ from sglang.srt.mem_cache.hicache_records import (
 )
 from sglang.srt.mem_cache.hicache_tiers import HiCacheTiers
 from sglang.srt.mem_cache.page_key import TOKEN_BYTES, PageHash, RadixKey, TokenIds, pack_tokens
+from sglang.srt.mem_cache.pool_transfer import PoolName, SpanPages
 from sglang.srt.mem_cache.storage.extra_config import PrefetchOptions
-from sglang.srt.mem_cache.storage_threads import PrefetchOperation
+from sglang.srt.mem_cache.storage_threads import PoolSlots, PrefetchOperation
 from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
 
 logger = logging.getLogger(__name__)
@@ -64,7 +67,7 @@ class HiCachePrefetch(HiCacheTiers):
         self._num_attempts = 0
         # Pages that have left a table of this thread and are to come back through the release
         # queue, less those that came back; below 0 when they come back first.
-        self._num_returning_pages = 0
+        self._returning_pages: Counter[PoolName] = Counter()
         self._storage_is_paused = False  # a weight update is under way
 
     @property
@@ -132,7 +135,7 @@ class HiCachePrefetch(HiCacheTiers):
         while not anchor.backuped and anchor.parent is not None:
             unsaved.append(anchor)
             anchor = anchor.parent
-        # A node's raw tokens, in bigram mode without the one that the next node repeats.
+        # A node's raw tokens, without those that the next node repeats.
         raw = b"".join(node.key.raw[: len(node.key) * TOKEN_BYTES] for node in reversed(unsaved))
         key = self.make_key(raw + pack_tokens(new_input_tokens), extra_key)
         key = key.page_aligned(self.page_size)
@@ -194,28 +197,53 @@ class HiCachePrefetch(HiCacheTiers):
             )
             self._revoke_pending_prefetch(entry)
             return
-        host_indices = self._alloc_hit(num_hit)
-        if host_indices is None:
+        num_pages = self._alloc_hit(operation)
+        if num_pages == 0:
             logger.debug("Prefetch of %s revoked: no room on the host", operation.request_id)
             self._revoke_pending_prefetch(entry)
             return
-        operation.storage_hit_count = len(host_indices)
-        operation.hash_value = operation.hash_value[: len(host_indices) // self.page_size]
-        operation.host_indices = host_indices
+        operation.storage_hit_count = num_pages * self.page_size
+        operation.hash_value = operation.hash_value[:num_pages]
         self.cache_controller.prefetch_buffer.put(operation)
 
-    def _alloc_hit(self, num_hit: int) -> torch.Tensor | None:
-        """Take host slots for a hit, or the longest part of it that has room and is worth it."""
-        pool = self.cache_controller.mem_pool_host
-        host_indices = pool.alloc(num_hit)
-        if host_indices is None:
-            self.evict_host(num_hit - pool.available_size())
-            host_indices = pool.alloc(num_hit)
-        if host_indices is None:
-            fits = min(num_hit, pool.available_size()) // self.page_size * self.page_size
-            if fits >= max(self.prefetch_threshold, 1):
-                host_indices = pool.alloc(fits)
-        return host_indices
+    def _alloc_hit(self, operation: PrefetchOperation) -> int:
+        """Give an operation host slots for its hit, or for the longest usable part of it that has
+        room and is worth it; return its pages, 0 for none."""
+        page, pool = self.page_size, self.cache_controller.mem_pool_host
+        num_pages = operation.storage_hit_count // page
+        if self._alloc_pages(operation, num_pages):
+            return num_pages
+        self.evict_host(num_pages * page - pool.available_size())
+        self._make_host_room(self._extra_sizes(num_pages))
+        if self._alloc_pages(operation, num_pages):
+            return num_pages
+        fits = operation.usable_pages(min(num_pages, pool.available_size() // page))
+        is_worth_it = fits * page >= max(self.prefetch_threshold, 1)
+        return fits if is_worth_it and self._alloc_pages(operation, fits) else 0
+
+    def _extra_sizes(self, num_pages: int) -> dict[PoolName, int]:
+        """Return how many host slots a span of so many pages needs in pools with their own."""
+        return {
+            entry.name: len(entry.rule.needed(num_pages)) * entry.host_pool.page_size
+            for entry in self.cache_controller.host_pools.own_slot_entries
+        }
+
+    def _alloc_pages(self, operation: PrefetchOperation, num_pages: int) -> bool:
+        """Give an operation host slots in all pools, or none."""
+        group = self.cache_controller.host_pools
+        taken = group.alloc(num_pages * self.page_size, self._extra_sizes(num_pages))
+        if taken is None:
+            return False
+        operation.host_indices = taken[group.anchor.name]
+        operation.extra = tuple(
+            SpanPages(
+                name=entry.name,
+                positions=tuple(entry.rule.needed(num_pages)),
+                host_indices=taken[entry.name],
+            )
+            for entry in group.own_slot_entries
+        )
+        return True
 
     def _revoke_pending_prefetch(self, entry: PrefetchEntry) -> None:
         """End a prefetch that has no host pages yet."""
@@ -286,6 +314,8 @@ class HiCachePrefetch(HiCacheTiers):
             raise InvariantError(f"prefetch of {operation.request_id} has no host pages")
         completed = operation.terminate()
         usable = num_usable // self.page_size * self.page_size
+        if operation.extra and usable < len(host_indices):
+            usable = 0  # what other pools need was read for the planned end only
         if entry.key.weights_fingerprint != self.weights_fingerprint:
             usable = 0  # nobody can match it any more
         num_loaded = 0
@@ -294,20 +324,31 @@ class HiCachePrefetch(HiCacheTiers):
                 key=entry.key[:usable],
                 host_indices=host_indices[:usable],
                 hashes=operation.hash_value[: usable // self.page_size],
+                extra=operation.extra,
             )
             num_loaded = self._insert_fetched(entry.anchor.node, span)
-        self._queue_release(host_indices[usable:completed])
-        self._num_returning_pages += (len(host_indices) - usable) // self.page_size
+        else:
+            self._release_reservations(entry)
+            self._count_returning(operation.extra)
+        self._queue_release({PoolName.KV: host_indices[usable:completed]})
+        self._returning_pages[PoolName.KV] += (len(host_indices) - usable) // self.page_size
         rid = operation.request_id
         self._forget_prefetch(entry)
         self.prefetch_loaded_tokens_by_reqid[rid] = num_loaded
         self.hicache.metrics("prefetched_tokens", num_loaded)
 
-    def _queue_release(self, host_indices: torch.Tensor) -> None:
-        """Put host pages into the release queue, one an item."""
-        for page in host_indices.split(self.page_size):
-            if len(page):
-                self.cache_controller.host_mem_release_queue.put(page)
+    def _queue_release(self, slots: PoolSlots) -> None:
+        """Put host pages into the release queues, one an item."""
+        self.cache_controller.release_pages(slots)
+
+    def _count_returning(self, extra: Sequence[SpanPages]) -> None:
+        for pages in extra:
+            self._returning_pages[pages.name] += len(pages.positions)
+
+    @property
+    def _num_returning_pages(self) -> int:
+        """Pages of all pools that are to come back."""
+        return self._returning_pages.total()
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         """See ``BasePrefixCache``."""
@@ -325,9 +366,11 @@ class HiCachePrefetch(HiCacheTiers):
         if host_indices is None:
             self._revoke_pending_prefetch(entry)
             return
-        self._queue_release(host_indices[: entry.operation.terminate()])
-        self._num_returning_pages += len(host_indices) // self.page_size
+        completed = entry.operation.terminate()
+        self._queue_release({PoolName.KV: host_indices[:completed]})
+        self._returning_pages[PoolName.KV] += len(host_indices) // self.page_size
         self._release_reservations(entry)
+        self._count_returning(entry.operation.extra)
         self._forget_prefetch(entry)
 
     def _abort_all_prefetches(self) -> None:

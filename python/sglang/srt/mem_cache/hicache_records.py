@@ -14,6 +14,7 @@ import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.page_key import CacheIdentity, PageHash, RadixKey
+from sglang.srt.mem_cache.pool_transfer import SpanPages
 from sglang.srt.mem_cache.storage_control import MinReduce
 from sglang.srt.mem_cache.storage_threads import PrefetchOperation
 from sglang.srt.mem_cache.tree_components.base import ComponentType, TreeNode
@@ -90,11 +91,13 @@ class BackupEntry:
     """A write host -> storage under way.
 
     ``nodes``: what it covers, from the root down; the pages are the *last* ``num_pages`` of theirs.
+    ``extra``: what goes with them in pools with slots of their own.
     """
 
     nodes: tuple[TreeNode, ...]
     num_pages: int
     host_lock: HostLock
+    extra: tuple[SpanPages, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +124,12 @@ class PrefetchEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedSpan:
-    """Pages from storage to insert: ``key`` below an anchor, one host slot a token."""
+    """Pages from storage to insert: ``key`` below an anchor, one host slot a token.
+
+    ``extra``: pages of pools with slots of their own, all that a prefix ending here needs.
+    """
 
     key: RadixKey
     host_indices: torch.Tensor
     hashes: list[PageHash]
+    extra: tuple[SpanPages, ...] = ()

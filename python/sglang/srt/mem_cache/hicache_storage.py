@@ -55,12 +55,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolTransferResult:
-    """What exists. ``kv_hit_pages``: leading KV pages; ``extra_pool_hit_pages``: by pool;
-    ``restorable_prefix_pages``: the longest prefix that is legal for all pools."""
+    """What exists of a span.
+
+    ``kv_hit_pages``: leading KV pages. ``present``: of each other pool, which of the pages asked
+    for exist, by position, as far as the KV pages go (of an ``ALL_PAGES`` pool the leading ones).
+    """
 
     kv_hit_pages: int
-    extra_pool_hit_pages: dict[PoolName, int] = field(default_factory=dict)
-    restorable_prefix_pages: int = 0
+    present: dict[PoolName, list[bool]] = field(default_factory=dict)
+
+    @property
+    def extra_pool_hit_pages(self) -> dict[PoolName, int]:
+        """How many pages exist of each other pool."""
+        return {name: sum(flags) for name, flags in self.present.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +143,34 @@ class HiCacheStorage(ABC):
         self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """Return how many leading keys are present (readable as far as a cheap look can tell)."""
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pools: Sequence[PoolTransfer] = (),
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Look up the KV pages ``keys`` of a span and, in other pools, the pages beside them.
+
+        ``pools``: name, rule and one key for each KV page. Of a trailing pool most pages do not
+        exist: each is looked for. A backend that answers many keys at once may do better than
+        this, which asks ``batch_exists`` for the runs between them.
+        """
+        num_pages = min(max(int(self.batch_exists(keys, extra_info)), 0), len(keys))
+        present: dict[PoolName, list[bool]] = {}
+        for pool in pools:
+            wanted = list(pool.keys or ())[:num_pages]
+            flags: list[bool] = []
+            while len(flags) < len(wanted):
+                num_left = len(wanted) - len(flags)
+                found = self.batch_exists(wanted[len(flags) :], extra_info)
+                found = min(max(int(found), 0), num_left)
+                flags += [True] * found
+                if found == num_left or pool.rule.trailing is None:
+                    break
+                flags.append(False)
+            present[pool.name] = flags
+        return PoolTransferResult(kv_hit_pages=num_pages, present=present)
 
     @abstractmethod
     def batch_get_v2(

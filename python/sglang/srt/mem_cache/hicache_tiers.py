@@ -2,7 +2,7 @@
 
 Owns which nodes are being written or loaded and the locks that this takes. Does not own the walk
 (``component_tree.py``), the copies (``managers/cache_controller.py``), storage
-(``hicache_prefetch.py``, ``hicache_base.py``) nor the data of a component: seven hooks, filled in
+(``hicache_prefetch.py``, ``hicache_base.py``) nor the data of a component: nine hooks, filled in
 by a concrete tree, say what a copy of a node consists of. Scheduler thread only. Nothing here is a
 collective: all decisions follow from state that every rank has alike.
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -46,7 +47,7 @@ from sglang.srt.mem_cache.hicache_records import (
 )
 from sglang.srt.mem_cache.host_leaves import HostLeaves
 from sglang.srt.mem_cache.page_key import CacheIdentity
-from sglang.srt.mem_cache.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer, SpanPages
 from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,14 @@ class HiCacheTiers(ComponentTree):
         """Give back what other pools reserved for a prefetch that will not be inserted."""
 
     @abstractmethod
+    def _make_host_room(self, pool_sizes: Mapping[PoolName, int]) -> None:
+        """Try to have so many free host slots in pools with slots of their own."""
+
+    @abstractmethod
+    def _host_pages(self, node: TreeNode) -> list[SpanPages]:
+        """Return what of a node is on the host in pools with slots of their own."""
+
+    @abstractmethod
     def _pick_host_victim(self) -> TreeNode | None:
         """Take the next node to evict from the host out of the candidates."""
 
@@ -178,12 +187,17 @@ class HiCacheTiers(ComponentTree):
         return queued
 
     def _backup_one(self, node: TreeNode, write_back: bool) -> bool:
-        """Queue the copy of one node whose parent is on the host."""
+        """Queue the copy of one node whose parent is on the host.
+
+        Of a node that is on the host itself: of what components have kept of it since.
+        """
         value = node.value
         if value is None:
             raise InvariantError(f"{node!r} is on no tier that could be copied from")
+        if node.backuped:
+            value = value[:0]  # only what other components have and the host has not
         transfers = self._pool_transfers([node], Phase.BACKUP)
-        if transfers is None:
+        if transfers is None or (node.backuped and not transfers):
             return False
         host_indices = self.cache_controller.write(value, node.id, pool_transfers=transfers)
         if host_indices is None:
@@ -193,6 +207,13 @@ class HiCacheTiers(ComponentTree):
         self._commit_transfer([node], Phase.BACKUP, host_indices, transfers)
         if host_indices is None:
             return False
+        if not len(value):
+            # Storage gets it with the pages that it belongs to.
+            names = {transfer.name for transfer in transfers}
+            firsts = [p.positions[0] for p in self._host_pages(node) if p.name in names]
+            if node.unstored_from is not None:
+                firsts.append(node.unstored_from)
+            node.unstored_from = min(firsts)
         node.write_through_pending_id = node.id
         if write_back:
             self._staged.append(self._take_host_lock(node))
@@ -249,7 +270,7 @@ class HiCacheTiers(ComponentTree):
         end = params.best_match_node
         if self._controller is None or end is None or params.host_hit_length == 0:
             return super().init_load_back(params)
-        if end.evicted and self.load_back(end, params.mem_quota) is None:
+        if not self._is_on_device(end) and self.load_back(end, params.mem_quota) is None:
             return super().init_load_back(params)
         values: list[torch.Tensor] = []
         current = end
@@ -264,27 +285,31 @@ class HiCacheTiers(ComponentTree):
     def load_back(self, node: TreeNode, mem_quota: int | None = None) -> torch.Tensor | None:
         """Take device slots for ``node`` and what is missing above it, and queue the copy.
 
-        Returns the slots in order, None when it is refused: too few tokens, more than
-        ``mem_quota`` (device tokens that the caller may still use), or no room. The threshold
-        spares copies that cost more than computing; it does not apply where nothing of the prefix
-        is on the device, or with small pages a short prefix could never come back.
+        Returns the KV slots in order (none where only other components lack something), None when
+        it is refused: too few tokens, more than ``mem_quota`` (device tokens that the caller may
+        still use), or no room. The threshold spares copies that cost more than computing; it does
+        not apply where nothing of the prefix is on the device, or with small pages a short prefix
+        could never come back.
         """
-        chain: list[TreeNode] = []
-        current = node
-        while current.evicted and current.parent is not None:
-            chain.append(current)
-            current = current.parent
-        chain.reverse()
-        resident = current
-        num_tokens = sum(len(part.key) for part in chain)
-        is_whole_prefix = resident is self.root_node
-        if num_tokens == 0 or (num_tokens < self.load_back_threshold and not is_whole_prefix):
+        # [..., start] can be used without a copy; (start, node] is gained by it.
+        gained: list[TreeNode] = []
+        start = node
+        while start.parent is not None and not self._is_on_device(start):
+            gained.append(start)
+            start = start.parent
+        gained.reverse()
+        num_gained = sum(len(part.key) for part in gained)
+        is_whole_prefix = start is self.root_node
+        if num_gained == 0 or (num_gained < self.load_back_threshold and not is_whole_prefix):
             return None
+        # What is on the device of KV is a prefix of the path.
+        resident = next((part for part in reversed(gained) if not part.evicted), start)
+        num_tokens = sum(len(part.key) for part in gained if part.evicted)
         delta = self.inc_lock_ref(resident)
         host_lock = self._take_host_lock(node)
         device_indices = None
         if mem_quota is None or num_tokens <= mem_quota + delta:
-            device_indices = self._queue_load(chain, num_tokens)
+            device_indices = self._queue_load(gained, num_tokens)
         if device_indices is None:
             self._return_host_lock(host_lock)
             self.dec_lock_ref(resident)
@@ -297,21 +322,24 @@ class HiCacheTiers(ComponentTree):
         self.hicache.metrics("load_back_tokens", num_tokens)
         return device_indices
 
-    def _queue_load(self, chain: list[TreeNode], num_tokens: int) -> torch.Tensor | None:
-        host_values = [node.host_value for node in chain]
+    def _queue_load(self, nodes: list[TreeNode], num_tokens: int) -> torch.Tensor | None:
+        """Queue the copy of what ``nodes`` lack; ``num_tokens``: of those without KV."""
+        host_values = [node.host_value for node in nodes if node.evicted]
         if any(value is None for value in host_values):
-            raise InvariantError(f"a node of {chain} is on no tier")
-        host_indices = torch.cat([value for value in host_values if value is not None])
-        transfers = self._pool_transfers(chain, Phase.LOAD)
+            raise InvariantError(f"a node of {nodes} is on no tier")
+        host_indices = torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(v for v in host_values if v is not None)]
+        )
+        transfers = self._pool_transfers(nodes, Phase.LOAD)
         if transfers is None:
             return None
-        end = chain[-1]
+        end = nodes[-1]
         controller = self.cache_controller
         device_indices = controller.load(host_indices, end.id, pool_transfers=transfers)
         if device_indices is None:
             self.evict(num_tokens - self.token_to_kv_pool_allocator.available_size())
             device_indices = controller.load(host_indices, end.id, pool_transfers=transfers)
-        self._commit_transfer(chain, Phase.LOAD, device_indices, transfers)
+        self._commit_transfer(nodes, Phase.LOAD, device_indices, transfers)
         return device_indices
 
     def ready_to_load_host_cache(self) -> int:
@@ -340,28 +368,43 @@ class HiCacheTiers(ComponentTree):
 
         The slots of all victims come free together, when the copies have ended.
         """
-        if self._controller is None or self.write_policy != "write_back":
+        with self._evicting():
             return super().evict(params)
+
+    @contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """See ``ComponentTree``."""
+        if self._controller is None or self.write_policy != "write_back":
+            yield
+            return
         self.token_to_kv_pool_allocator.free_group_begin()
-        result = super().evict(params)
+        yield
         self._finish_staged()
         self.token_to_kv_pool_allocator.free_group_end()
-        return result
 
     def _evict_leaf(self, node: TreeNode) -> int:
         if self._controller is None:
             return super()._evict_leaf(node)
-        if not node.backuped and self.write_policy == "write_back" and self._is_current(node):
-            if self.write_backup(node, write_back=True) == 0 and self._staged:
-                # What was copied a moment ago may be all that could make room.
-                self._finish_staged()
-                self.write_backup(node, write_back=True)
+        self._save_before_loss(node)
         if not node.backuped:
             self.hicache.metrics("dropped_tokens", len(node.key))
             return super()._evict_leaf(node)
         freed = self._release_device(node)
         self._refresh_host_leaf(node)
         return freed
+
+    def _save_before_loss(self, node: TreeNode) -> None:
+        """See ``ComponentTree``: under write_back this is when a node goes to the host."""
+        is_last_chance = self._controller is not None and self.write_policy == "write_back"
+        if not is_last_chance or not self._is_current(node):
+            return
+        if node.backuped:
+            if self._is_unsaved(node):
+                self._backup_one(node, write_back=True)
+        elif self.write_backup(node, write_back=True) == 0 and self._staged:
+            # What was copied a moment ago may be all that could make room.
+            self._finish_staged()
+            self.write_backup(node, write_back=True)
 
     def _finish_staged(self) -> None:
         """Wait for the copies of this eviction and let their host pages be as any others."""
@@ -409,11 +452,20 @@ class HiCacheTiers(ComponentTree):
         """
         if self.write_policy == "write_back":
             return
-        if node.backuped:
-            if node.unstored_from is not None and not is_chunked:
-                self.write_backup_storage(node)
-        elif self.write_policy == "write_through" or (not is_chunked and node.hit_count >= 2):
-            self.write_backup(node)
+        is_due = self.write_policy == "write_through" or (not is_chunked and node.hit_count >= 2)
+        if not node.backuped:
+            if is_due:
+                self.write_backup(node)
+            return
+        if is_due and self._is_unsaved(node):
+            self._backup_one(node, write_back=False)
+        if node.unstored_from is not None and not is_chunked:
+            self.write_backup_storage(node)
+
+    def _is_unsaved(self, node: TreeNode) -> bool:
+        """Whether the host lacks something of ``node`` although it has its KV, all of it."""
+        is_settled = node.write_through_pending_id is None and not node.evicted
+        return is_settled and any(part.is_unsaved(node) for part in self.components.values())
 
     def _on_share(self) -> None:
         """Wait for loads under way: a running request waits for none of them by itself.

@@ -52,7 +52,7 @@ def _merge_transfers(transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
             host_indices=_join([part.host_indices for part in parts]),
             device_indices=_join([part.device_indices for part in parts]),
             keys=[key for part in parts for key in part.keys or ()] or None,
-            hit_policy=parts[0].hit_policy,
+            rule=parts[0].rule,
         )
         for name, parts in by_name.items()
     ]

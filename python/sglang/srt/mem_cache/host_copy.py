@@ -157,6 +157,24 @@ def make_copier(
     return KernelCopier(sides, page_map, to_host)
 
 
+def warm_up(sides: Sequence[Side]) -> None:
+    """Compile the kernels, or the first copies of each size would wait seconds for a compiler.
+
+    For pools that are still empty: goes through the first host pages with page 0 of the device,
+    which ends as it was. Does nothing on the CPU.
+    """
+    if sides[0].device.device.type == "cpu":
+        return
+    kernels = importlib.import_module("sglang.srt.mem_cache.triton_ops.page_copy")
+    counts = kernels.page_counts(sides[0].host.shape[2], sides[0].host.element_size())
+    for count in counts:
+        if count > sides[0].host.shape[1]:
+            break
+        page_map = PageMap(torch.arange(count), torch.zeros(count, dtype=torch.int64), 1)
+        for to_host in (True, False):
+            KernelCopier(sides, page_map, to_host).copy(range(sides[0].host.shape[0]))
+
+
 class NothingToCopy:
     """A transfer of no pages."""
 

@@ -9,6 +9,7 @@ Row 0 .. page_size-1 of each buffer is the dummy page: padding tokens write ther
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 
-def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU from pages that the system zeroes when they are first used.
 
     `torch.zeros` would write all of a pool of many gigabytes at start-up.
@@ -183,6 +184,9 @@ class KVCache(ABC):
         self.layer_num = layer_num
         self.start_layer = start_layer
         self.layer_transfer_counter: LayerTransferCounter | None = None
+        # Set for a `layer_view`: the pool that it is a layer of, and which one.
+        self.stack: KVCache | None = None
+        self.layer_in_stack = 0
 
     def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
         """Set whom ``get_*_buffer`` waits for; None to wait for nobody."""
@@ -199,8 +203,36 @@ class KVCache(ABC):
         """Map a model layer to this pool's, after its rows have arrived."""
         layer_idx = self._local_layer(layer_id)
         if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(layer_idx)
+            self.layer_transfer_counter.wait_until(layer_idx + self.layer_in_stack)
         return layer_idx
+
+    def layer_view(self, layer_idx: int) -> KVCache:
+        """One local layer as a pool of its own, in the same memory; its only layer is number 0.
+
+        For models that are loaded layer by layer, while their KV travels together. Raises
+        TypeError for kinds of pools that are never divided.
+        """
+        view = copy.copy(self)
+        view.layer_num, view.start_layer = 1, 0
+        view.stack, view.layer_in_stack = self, layer_idx
+        view._keep_layer(self._local_layer(layer_idx + self.start_layer))
+        return view
+
+    def _keep_layer(self, layer_idx: int) -> None:
+        """Narrow all buffers to one layer."""
+        raise TypeError(f"{type(self).__name__} is not divided into layers")
+
+    def slot_map(self, layer_id: int) -> torch.Tensor | None:
+        """Return where a layer keeps each slot, int32 [size + page_size] row numbers on the device.
+
+        A fixed buffer, whose content changes in stream order. None: a slot is its own row.
+        """
+        return None
+
+    def rows_of(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a layer's buffers that ``slots`` (on the device) are kept in."""
+        slot_map = self.slot_map(layer_id)
+        return slots if slot_map is None else slot_map[slots].to(slots.dtype)
 
     @abstractmethod
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -263,12 +295,17 @@ class MHATokenToKVPool(KVCache):
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         rows = size + page_size
         # Zeros, not empty: what padding reads from the dummy page must be finite.
-        zeros = allocate or functools.partial(_lazy_zeros, device=self.device)
+        zeros = allocate or functools.partial(lazy_zeros, device=self.device)
         self.k_data = zeros((layer_num, rows, head_num, head_dim), dtype)
         self.v_data = zeros((layer_num, rows, head_num, self.v_head_dim), dtype)
         # Views made once: indexing a tensor by layer on every call costs more than a list.
         self.k_buffer = list(self.k_data.unbind(0))
         self.v_buffer = list(self.v_data.unbind(0))
+
+    def _keep_layer(self, layer_idx: int) -> None:
+        layer = slice(layer_idx, layer_idx + 1)
+        self.k_data, self.v_data = self.k_data[layer], self.v_data[layer]
+        self.k_buffer, self.v_buffer = self.k_buffer[layer], self.v_buffer[layer]
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """See ``KVCache``: keys, values."""
@@ -328,10 +365,15 @@ class MLATokenToKVPool(KVCache):
         self.qk_rope_head_dim = qk_rope_head_dim
         self.kv_cache_dim = kv_lora_rank + qk_rope_head_dim
         # Zeros, not empty: what padding reads from the dummy page must be finite.
-        zeros = allocate or functools.partial(_lazy_zeros, device=self.device)
+        zeros = allocate or functools.partial(lazy_zeros, device=self.device)
         self.kv_data = zeros((layer_num, size + page_size, 1, self.kv_cache_dim), dtype)
         self.kv_buffer = list(self.kv_data.unbind(0))
         self._value_views = [buffer[..., :kv_lora_rank] for buffer in self.kv_buffer]
+
+    def _keep_layer(self, layer_idx: int) -> None:
+        layer = slice(layer_idx, layer_idx + 1)
+        self.kv_data, self.kv_buffer = self.kv_data[layer], self.kv_buffer[layer]
+        self._value_views = self._value_views[layer]
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """See ``KVCache``: the latent rows."""

@@ -11,17 +11,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.host_copy import Copier, PageMap, Side, make_copier, pages_of
+from sglang.srt.mem_cache.host_copy import Copier, PageMap, Side, make_copier, pages_of, warm_up
 from sglang.srt.mem_cache.host_memory import HostMemory
-from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+from sglang.srt.mem_cache.mamba_pool import MambaPool
+from sglang.srt.mem_cache.memory_pool import (
+    KVCache,
+    LayerTransferCounter,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.pool_transfer import ALL_PAGES, PageRule, PoolName, PoolTransfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class DevicePool(Protocol):
+    """What a host pool needs of the device pool that it mirrors."""
+
+    size: int
+    layer_num: int
+    device: torch.device
+
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return all that is kept of a slot, [layer_num, slots, ...] each; waits for nobody."""
+
+    def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
+        """Set whom readers of a layer wait for."""
 
 
 class HostKVCache(ABC):
@@ -35,7 +56,13 @@ class HostKVCache(ABC):
     is_replicated = False
 
     def __init__(
-        self, *, device_pool: KVCache, num_tokens: int, page_size: int, layout: str
+        self,
+        *,
+        device_pool: DevicePool,
+        num_tokens: int,
+        page_size: int,
+        layout: str,
+        dtype: torch.dtype,
     ) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"unknown host layout {layout!r}; there are {', '.join(LAYOUTS)}")
@@ -46,7 +73,7 @@ class HostKVCache(ABC):
         self.page_size = page_size
         self.page_num = num_tokens // page_size
         self.layout = layout
-        self.dtype: torch.dtype = device_pool.dtype
+        self.dtype = dtype
         self.layer_num: int = device_pool.layer_num
         self.bytes_per_page = 0  # set by the subclass
         self._ring = np.empty(self.page_num, dtype=np.int64)  # free pages, oldest first
@@ -117,7 +144,7 @@ class HostKVCache(ABC):
     @abstractmethod
     def backup_from_device_all_layer(
         self,
-        device_pool: KVCache,
+        device_pool: DevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -131,7 +158,7 @@ class HostKVCache(ABC):
     @abstractmethod
     def load_to_device_per_layer(
         self,
-        device_pool: KVCache,
+        device_pool: DevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         layer_id: int,
@@ -167,9 +194,18 @@ class HostKVCache(ABC):
     def get_page_buffer_meta(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return addresses and sizes in bytes of the buffers of these pages, page after page."""
 
+    def memory_blocks(self) -> list[memoryview]:
+        """Return the blocks of memory that pages lie in, for a transport that has to know memory
+        before it moves it; none: pages are copied on their way."""
+        return []
+
     @abstractmethod
     def byte_layout_tag(self) -> str:
         """Name the byte order of a stored page; equal exactly where pages are interchangeable."""
+
+    @abstractmethod
+    def warm_up(self, device_pool: DevicePool) -> None:
+        """Compile what copies need, once, while both pools are empty."""
 
     @abstractmethod
     def destroy(self) -> None:
@@ -180,7 +216,7 @@ class HostKVCache(ABC):
 class _Load:
     """A load of which some layers have been copied."""
 
-    device_pool: KVCache
+    device_pool: DevicePool
     host_indices: torch.Tensor
     device_indices: torch.Tensor
     io_backend: str
@@ -188,7 +224,7 @@ class _Load:
 
     def is_of(
         self,
-        device_pool: KVCache,
+        device_pool: DevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -214,16 +250,24 @@ class _BufferedHostPool(HostKVCache):
     """
 
     def __init__(
-        self, device_pool: KVCache, num_tokens: int, layout: str, row_elements: Sequence[int]
+        self,
+        device_pool: DevicePool,
+        num_tokens: int,
+        layout: str,
+        row_bytes: Sequence[int],
+        *,
+        page_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        """`row_elements`: elements of one slot and layer, for each of ``buffers()``."""
+        """`row_bytes`: of one slot and layer, for each of ``buffers()``; `dtype`: of flat pages."""
         super().__init__(
             device_pool=device_pool,
             num_tokens=num_tokens,
-            page_size=device_pool.page_size,
+            page_size=page_size,
             layout=layout,
+            dtype=dtype,
         )
-        sides = [self.page_size * elements * self.dtype.itemsize for elements in row_elements]
+        sides = [self.page_size * num_bytes for num_bytes in row_bytes]
         unit = next(size for size in _UNITS if all(side % size == 0 for side in sides))
         self._unit = _UNITS[unit]
         self._pieces = tuple(side // unit for side in sides)
@@ -257,7 +301,7 @@ class _BufferedHostPool(HostKVCache):
             before += piece
         return tuple(views)
 
-    def sides(self, device_pool: KVCache) -> list[Side]:
+    def sides(self, device_pool: DevicePool) -> list[Side]:
         """Return the sides of both tiers as ``make_copier`` wants them."""
         buffers = device_pool.buffers()
         sides = []
@@ -268,7 +312,7 @@ class _BufferedHostPool(HostKVCache):
 
     def backup_from_device_all_layer(
         self,
-        device_pool: KVCache,
+        device_pool: DevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         io_backend: str,
@@ -280,7 +324,7 @@ class _BufferedHostPool(HostKVCache):
 
     def load_to_device_per_layer(
         self,
-        device_pool: KVCache,
+        device_pool: DevicePool,
         host_indices: torch.Tensor,
         device_indices: torch.Tensor,
         layer_id: int,
@@ -305,6 +349,10 @@ class _BufferedHostPool(HostKVCache):
         # Not kept beyond its last layer: it holds on to the caller's tensors and the pool.
         self._load = load if layer_id < self.layer_num - 1 else None
         load.copier.copy(range(layer_id, layer_id + 1))
+
+    def warm_up(self, device_pool: DevicePool) -> None:
+        """See the base class."""
+        warm_up(self.sides(device_pool))
 
     def _page(self, index: int) -> int:
         page, in_page = divmod(index, self.page_size)
@@ -356,6 +404,10 @@ class _BufferedHostPool(HostKVCache):
         ]
         return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
 
+    def memory_blocks(self) -> list[memoryview]:
+        """See the base class."""
+        return [self.memory.array.data]
+
     def destroy(self) -> None:
         """See the base class."""
         self._host_sides = ()
@@ -381,9 +433,15 @@ class MHATokenToKVPoolHost(_BufferedHostPool):
     device_pool: MHATokenToKVPool
 
     def __init__(self, device_pool: MHATokenToKVPool, num_tokens: int, layout: str) -> None:
-        heads = device_pool.head_num
-        rows = (heads * device_pool.head_dim, heads * device_pool.v_head_dim)
-        super().__init__(device_pool, num_tokens, layout, rows)
+        head_bytes = device_pool.head_num * device_pool.dtype.itemsize
+        super().__init__(
+            device_pool,
+            num_tokens,
+            layout,
+            (head_bytes * device_pool.head_dim, head_bytes * device_pool.v_head_dim),
+            page_size=device_pool.page_size,
+            dtype=device_pool.dtype,
+        )
 
     def _shape_of_page(self, page: torch.Tensor) -> torch.Tensor:
         pool = self.device_pool
@@ -414,7 +472,14 @@ class MLATokenToKVPoolHost(_BufferedHostPool):
     is_replicated = True
 
     def __init__(self, device_pool: MLATokenToKVPool, num_tokens: int, layout: str) -> None:
-        super().__init__(device_pool, num_tokens, layout, (device_pool.kv_cache_dim,))
+        super().__init__(
+            device_pool,
+            num_tokens,
+            layout,
+            (device_pool.kv_cache_dim * device_pool.dtype.itemsize,),
+            page_size=device_pool.page_size,
+            dtype=device_pool.dtype,
+        )
 
     def _shape_of_page(self, page: torch.Tensor) -> torch.Tensor:
         return page.view(self.layer_num, self.page_size, 1, self.device_pool.kv_cache_dim)
@@ -429,6 +494,31 @@ class MLATokenToKVPoolHost(_BufferedHostPool):
         )
 
 
+class MambaPoolHost(_BufferedHostPool):
+    """Snapshots of a ``MambaPool`` on the host: a slot is a page, [slots, L, conv | temporal].
+
+    One snapshot of all layers is one contiguous block, whatever layout KV has. Convolution inputs
+    and matrices may differ in dtype: a flat page is bytes.
+    """
+
+    device_pool: MambaPool
+
+    def __init__(self, device_pool: MambaPool, num_slots: int) -> None:
+        rows = [data[0, 0].nbytes for data in device_pool.buffers()]
+        super().__init__(device_pool, num_slots, "page_first", rows, page_size=1, dtype=torch.uint8)
+
+    def _shape_of_page(self, page: torch.Tensor) -> torch.Tensor:
+        return page.view(self.layer_num, -1)
+
+    def byte_layout_tag(self) -> str:
+        """See the base class."""
+        parts = [
+            f"{'x'.join(map(str, data.shape[2:]))}:{str(data.dtype).removeprefix('torch.')}"
+            for data in self.device_pool.buffers()
+        ]
+        return f"state[layer,conv|temporal] layers={self.layer_num} {' '.join(parts)}"
+
+
 def make_host_pool(device_pool: KVCache, num_tokens: int, layout: str) -> HostKVCache | None:
     """Return a host pool for a device pool; None where there is none for its kind."""
     if isinstance(device_pool, MHATokenToKVPool):
@@ -441,12 +531,18 @@ def make_host_pool(device_pool: KVCache, num_tokens: int, layout: str) -> HostKV
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolEntry:
     """A pool of a group. With ``share_indices_with_anchor`` it uses the anchor's slots, in both
-    tiers (a draft model's KV); else it has slots of its own (a recurrent state)."""
+    tiers (a draft model's KV); else it has slots of its own (a recurrent state). ``rule``: which of
+    its pages a prefix needs."""
 
     name: PoolName
     host_pool: HostKVCache
-    device_pool: KVCache
+    device_pool: DevicePool
     share_indices_with_anchor: bool = True
+    rule: PageRule = ALL_PAGES
+
+    def __post_init__(self) -> None:
+        if self.share_indices_with_anchor and self.rule.trailing is not None:
+            raise ValueError(f"pool {self.name} has a page wherever the anchor has one")
 
 
 class HostPoolGroup:
@@ -470,6 +566,11 @@ class HostPoolGroup:
     def entries(self) -> tuple[PoolEntry, ...]:
         """All pools, the anchor first, the others in the order of registration."""
         return tuple(self._entries.values())
+
+    @property
+    def own_slot_entries(self) -> tuple[PoolEntry, ...]:
+        """The pools with slots of their own, in the order of registration."""
+        return tuple(entry for entry in self.entries[1:] if not entry.share_indices_with_anchor)
 
     def get(self, name: PoolName) -> PoolEntry | None:
         """Return a registered pool, or None."""
@@ -540,6 +641,14 @@ class HostPoolGroup:
             taken[name] = indices
         return taken
 
+    def alloc_all(self, name: PoolName) -> torch.Tensor:
+        """Take every slot of one pool, all of which are free."""
+        pool = self._entries[name].host_pool
+        slots = pool.alloc(pool.size)
+        if slots is None:
+            raise RuntimeError(f"{pool.available_size()} of {pool.size} slots of {name} are free")
+        return slots
+
     def free(self, indices: Mapping[PoolName, torch.Tensor]) -> None:
         """Give back what ``alloc`` returned."""
         for name, slots in indices.items():
@@ -607,6 +716,12 @@ class HostPoolGroup:
         """Take back every slot of every pool; nothing is in flight."""
         for entry in self.entries:
             entry.host_pool.clear()
+
+    def warm_up(self) -> None:
+        """Compile what copies need, where kernels may be used; the pools must be empty."""
+        if self.io_backend == "kernel":
+            for entry in self.entries:
+                entry.host_pool.warm_up(entry.device_pool)
 
     def destroy(self) -> None:
         """Release the memory of every pool; idempotent."""

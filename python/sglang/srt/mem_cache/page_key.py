@@ -1,6 +1,6 @@
 """Keys of cached tokens: the radix key, the page-hash chain and the identity of cached bytes.
 
-Owns what makes two pieces of KV "the same": token ids, plain or bigram units, the namespace, and
+Owns what makes two pieces of KV "the same": token ids, units of one or more, the namespace, and
 the chained page hash that names a page outside the process. Owns no tree and no pool.
 Called by every tree, the cache controller and the storage backends. Pure values: any thread.
 
@@ -111,14 +111,16 @@ class RadixKey:
     """An immutable run of token ids in one namespace, counted in logical units.
 
     Plain mode: unit i is token i. Bigram mode (EAGLE): unit i is (token i, token i+1), since draft
-    KV at position i depends on token i+1; N tokens make N-1 units, and the slice [a, b) of units
-    holds tokens [a, b+1). Length, slicing, matching, paging and hashing all count units.
+    KV at position i depends on token i+1. In general unit i is token i and the ``lookahead`` tokens
+    after it (a draft of L layers, each reading one token further: L); N tokens make N-lookahead
+    units, and the slice [a, b) of units holds tokens [a, b+lookahead). Length, slicing, matching,
+    paging and hashing all count units.
 
     ``weights_fingerprint`` is part of the namespace: KV of old weights can never be matched by a
     key of new ones.
     """
 
-    __slots__ = ("raw", "extra_key", "is_bigram", "weights_fingerprint", "_num_units")
+    __slots__ = ("raw", "extra_key", "lookahead", "weights_fingerprint", "_num_units")
 
     def __init__(
         self,
@@ -126,17 +128,23 @@ class RadixKey:
         extra_key: str | None = None,
         is_bigram: bool = False,
         weights_fingerprint: str | None = None,
+        lookahead: int | None = None,
     ) -> None:
+        """`lookahead` None: 1 with `is_bigram`, else 0."""
         self.raw: bytes = pack_tokens(token_ids)
         self.extra_key = extra_key
-        self.is_bigram = is_bigram
+        self.lookahead = int(is_bigram) if lookahead is None else lookahead
         self.weights_fingerprint = weights_fingerprint
-        num_tokens = len(self.raw) // TOKEN_BYTES
-        self._num_units = max(num_tokens - 1, 0) if is_bigram else num_tokens
+        self._num_units = max(len(self.raw) // TOKEN_BYTES - self.lookahead, 0)
+
+    @property
+    def is_bigram(self) -> bool:
+        """Whether a unit holds more than its own token."""
+        return self.lookahead > 0
 
     @property
     def token_ids(self) -> array[int]:
-        """The raw tokens (one more than units in bigram mode), a copy."""
+        """The raw tokens (`lookahead` more than units), a copy."""
         tokens = array("i")
         tokens.frombytes(self.raw)
         if sys.byteorder == "big":
@@ -151,39 +159,53 @@ class RadixKey:
     def __len__(self) -> int:
         return self._num_units
 
-    def __iter__(self) -> Iterator[int] | Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[int] | Iterator[tuple[int, ...]]:
         tokens = self.token_ids
-        return zip(tokens, tokens[1:]) if self.is_bigram else iter(tokens)
+        if not self.lookahead:
+            return iter(tokens)
+        return zip(*(tokens[place:] for place in range(self.lookahead + 1)))
 
     def __getitem__(self, units: slice) -> RadixKey:
         start, stop, step = units.indices(self._num_units)
         if step != 1:
             raise ValueError("a radix key is sliced contiguously")
-        extra_token = 1 if self.is_bigram and stop > start else 0
-        raw = self.raw[start * TOKEN_BYTES : (max(stop, start) + extra_token) * TOKEN_BYTES]
-        return RadixKey(raw, self.extra_key, self.is_bigram, self.weights_fingerprint)
+        end = stop + self.lookahead if stop > start else start
+        return self._like(self.raw[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def _like(self, raw: bytes) -> RadixKey:
+        return RadixKey(
+            raw,
+            self.extra_key,
+            weights_fingerprint=self.weights_fingerprint,
+            lookahead=self.lookahead,
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RadixKey):
             return NotImplemented
         return (
             self.raw == other.raw
-            and self.is_bigram == other.is_bigram
+            and self.lookahead == other.lookahead
             and self.namespace == other.namespace
         )
 
     def __hash__(self) -> int:
-        return hash((self.raw, self.is_bigram, self.namespace))
+        return hash((self.raw, self.lookahead, self.namespace))
 
     def __repr__(self) -> str:
         head = list(self.token_ids[:8])
         return f"RadixKey({self._num_units} units, {head}, namespace={self.namespace})"
 
-    def retargeted(self, *, is_bigram: bool, weights_fingerprint: str | None) -> RadixKey:
+    def retargeted(self, *, lookahead: int, weights_fingerprint: str | None) -> RadixKey:
         """Return the same tokens as a key of a tree with these properties."""
-        if self.is_bigram == is_bigram and self.weights_fingerprint == weights_fingerprint:
+        if self.lookahead == lookahead and self.weights_fingerprint == weights_fingerprint:
             return self
-        return RadixKey(self.raw, self.extra_key, is_bigram, weights_fingerprint)
+        return RadixKey(
+            self.raw,
+            self.extra_key,
+            weights_fingerprint=weights_fingerprint,
+            lookahead=lookahead,
+        )
 
     def page_aligned(self, page_size: int) -> RadixKey:
         """Return the longest prefix of whole pages."""
@@ -199,7 +221,7 @@ class RadixKey:
             raise ValueError(
                 f"{self._num_units - offset} units remain at {offset}: no page of {page_size}"
             )
-        stop = offset + page_size + (1 if self.is_bigram else 0)
+        stop = offset + page_size + self.lookahead
         page = self.raw[offset * TOKEN_BYTES : stop * TOKEN_BYTES]
         # One namespace is the common case: a bare key hashes faster than a tuple.
         if self.extra_key is None and self.weights_fingerprint is None:
@@ -212,7 +234,7 @@ class RadixKey:
         Rounded down to whole pages. Raises ValueError between different namespaces or modes.
         """
         if (
-            self.is_bigram != other.is_bigram
+            self.lookahead != other.lookahead
             or self.extra_key != other.extra_key
             or self.weights_fingerprint != other.weights_fingerprint
         ):
@@ -228,8 +250,7 @@ class RadixKey:
         first = int(differs.argmax()) if num_tokens else 0
         if num_tokens and not differs[first]:
             first = num_tokens
-        units = max(first - 1, 0) if self.is_bigram else first
-        return units // page_size * page_size
+        return max(first - self.lookahead, 0) // page_size * page_size
 
     def page_hashes(
         self, page_size: int, seed: bytes, prior: PageHash | None = None
@@ -237,15 +258,15 @@ class RadixKey:
         """Hash each whole page, chained: SHA-256(previous hash or seed, tokens of the page).
 
         ``seed`` is ``CacheIdentity.digest()`` of this key's namespace; ``prior`` is the hash of the
-        page just before this key, where the key continues a longer one. A bigram unit contributes
-        both of its tokens. Writing and looking up use this one method.
+        page just before this key, where the key continues a longer one. A unit contributes all of
+        its tokens. Writing and looking up use this one method.
         """
         data = self.raw
-        unit_bytes = TOKEN_BYTES
-        if self.is_bigram:
-            tokens = np.frombuffer(self.raw, dtype="<i4")
-            data = np.stack([tokens[:-1], tokens[1:]], axis=1).tobytes()
-            unit_bytes = 2 * TOKEN_BYTES
+        unit_bytes = (self.lookahead + 1) * TOKEN_BYTES
+        if self.lookahead:
+            tokens, count = np.frombuffer(self.raw, dtype="<i4"), self._num_units
+            places = [tokens[place : place + count] for place in range(self.lookahead + 1)]
+            data = np.stack(places, axis=1).tobytes()
         link = seed if prior is None else bytes.fromhex(prior)
         page_bytes = page_size * unit_bytes
         hashes: list[PageHash] = []

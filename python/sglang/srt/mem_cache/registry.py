@@ -9,7 +9,10 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheInitPar
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.swa_allocator import swa_part
+from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
 
 
 def create_tree_cache(params: CacheInitParams) -> BasePrefixCache:
@@ -21,7 +24,9 @@ def create_tree_cache(params: CacheInitParams) -> BasePrefixCache:
         if params.hicache is not None:
             raise ValueError("a hierarchical cache without prefix reuse makes no sense")
         return ChunkCache(params)
-    if params.hicache is None:
-        return RadixCache(params)
+    if swa_part(params.token_to_kv_pool_allocator) is not None:
+        return SWARadixCache(params)
     has_state = params.state_allocator is not None
+    if params.hicache is None:
+        return MambaRadixCache(params) if has_state else RadixCache(params)
     return HiMambaRadixCache(params) if has_state else HiRadixCache(params)

@@ -1,9 +1,9 @@
 """Host pages to and from storage (L3): the threads, their queues and the operations under way.
 
-Owns the backend, the storage threads and the named queues; moves pages of every pool that shares
-the anchor's slots, the draft's before the target's. Does not allocate, does not decide and knows no
-node: threads post results, the scheduler thread takes them. Base of ``HiCacheController``, which
-adds the copies between device and host. Who owns a host page when: ``storage_threads.py``.
+Owns the backend, the storage threads and the named queues. Does not allocate, does not decide and
+knows no node: threads post results, the scheduler thread takes them. Which pages of which pools an
+operation covers: ``storage_pages.py``, its base. Base of ``HiCacheController``, which adds the
+copies between device and host. Who owns a host page when: ``storage_threads.py``.
 
 Threads while storage is attached (input -> output):
 
@@ -14,7 +14,6 @@ Threads while storage is attached (input -> output):
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import time
@@ -29,29 +28,33 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolName,
-    PoolTransfer,
     StorageError,
 )
 from sglang.srt.mem_cache.memory_pool import KVCache
-from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup, PoolEntry
-from sglang.srt.mem_cache.page_key import PageHash, RadixKey, draft_page_key
+from sglang.srt.mem_cache.memory_pool_host import (
+    DevicePool,
+    HostKVCache,
+    HostPoolGroup,
+    PoolEntry,
+)
+from sglang.srt.mem_cache.page_key import PageHash, RadixKey
+from sglang.srt.mem_cache.pool_transfer import SpanPages, deepest_end
 from sglang.srt.mem_cache.storage.backend_factory import create_storage_backend
 from sglang.srt.mem_cache.storage_control import MinReduce
+from sglang.srt.mem_cache.storage_pages import StoragePages
 from sglang.srt.mem_cache.storage_threads import (
     JOIN_TIMEOUT_S,
     READ_BATCH_SIZE,
     STORAGE_BATCH_SIZE,
     LiveOperations,
+    PoolSlots,
     PrefetchOperation,
     StorageOperation,
-    StorageStats,
     StorageThreads,
     call_bounded,
 )
 
 logger = logging.getLogger(__name__)
-
-DRAFT_STORAGE_POLICIES = ("clamp", "best_effort")
 
 BackendFactory = Callable[[str, HiCacheStorageConfig], HiCacheStorage]
 
@@ -60,12 +63,7 @@ def _nothing() -> None:
     return
 
 
-def _leading(verdicts: Sequence[bool] | None, limit: int) -> int:
-    """Return how many of the first ``limit`` verdicts are True before the first that is not."""
-    return sum(1 for _ in itertools.takewhile(bool, (verdicts or ())[:limit]))
-
-
-class HostStorageIO:
+class HostStorageIO(StoragePages):
     """See the module docstring. Scheduler thread, except the thread functions.
 
     ``prefetch_min_reduce``: MIN over ranks for the prefetch thread alone, over a group of its own;
@@ -86,14 +84,11 @@ class HostStorageIO:
         on_progress: Callable[[], None] | None = None,
         join_timeout_s: float = JOIN_TIMEOUT_S,
     ) -> None:
-        if draft_storage_policy not in DRAFT_STORAGE_POLICIES:
-            raise ValueError(f"draft storage policy {draft_storage_policy!r} is unknown")
-        self.host_pools = host_pools
-        self.page_size = page_size
+        super().__init__(
+            host_pools, page_size, storage_config or HiCacheStorageConfig(), draft_storage_policy
+        )
         self.mem_pool_host: HostKVCache = host_pools.anchor.host_pool
-        self.draft_storage_policy = draft_storage_policy
         self._backend_factory = backend_factory
-        self._storage_config = storage_config or HiCacheStorageConfig()
         self._prefetch_min_reduce = prefetch_min_reduce
         self._on_progress = on_progress or _nothing
         self._join_timeout_s = join_timeout_s
@@ -105,10 +100,8 @@ class HostStorageIO:
         self._prefetches: LiveOperations[PrefetchOperation] = LiveOperations()
         self._backups: LiveOperations[StorageOperation] = LiveOperations()
         self.enable_storage = False
-        self.storage_backend: HiCacheStorage | None = None
         self.storage_backend_type: str | None = None
         self.prefetch_threshold = 0
-        self.storage_stats = StorageStats()
         # Tokens asked for by prefetches that have not ended; the tree adds and subtracts.
         self.prefetch_tokens_occupied = 0
         self.prefetch_capacity_limit = self.mem_pool_host.size // 2
@@ -119,9 +112,7 @@ class HostStorageIO:
         self.ack_backup_queue: queue.Queue[StorageOperation] = queue.Queue()
         self.host_mem_release_queue: queue.Queue[torch.Tensor] = queue.Queue()
         self.extra_host_mem_release_queues: dict[PoolName, queue.Queue[torch.Tensor]] = {
-            entry.name: queue.Queue()
-            for entry in self.host_pools.entries[1:]
-            if not entry.share_indices_with_anchor
+            entry.name: queue.Queue() for entry in self.host_pools.own_slot_entries
         }
 
     # -- the draft model's pool --------------------------------------------------------------
@@ -136,14 +127,9 @@ class HostStorageIO:
         return self._draft_entry is not None
 
     @property
-    def mem_pool_device_draft(self) -> KVCache | None:
+    def mem_pool_device_draft(self) -> DevicePool | None:
         """The draft's device pool."""
         return self._draft_entry.device_pool if self._draft_entry else None
-
-    @property
-    def mem_pool_host_draft(self) -> HostKVCache | None:
-        """The draft's host pool."""
-        return self._draft_entry.host_pool if self._draft_entry else None
 
     def set_draft_kv_pool(
         self,
@@ -228,7 +214,7 @@ class HostStorageIO:
         )
 
     def _stores(self, pool: PoolName) -> bool:
-        """Whether this rank writes its pages of a pool; else another one writes the same bytes."""
+        """See ``StoragePages``."""
         return self._config_for({}).writes(pool)
 
     def detach_storage_backend(self) -> None:
@@ -272,31 +258,37 @@ class HostStorageIO:
             logger.warning("Clearing storage failed: %r", error)
             return False
 
-    def _held_by_storage(self) -> torch.Tensor:
-        """End prefetches, orphan backups; return bool [host size]: which slots they still hold."""
-        held = torch.zeros(self.mem_pool_host.size, dtype=torch.bool)
+    def _held_by_storage(self) -> dict[PoolName, torch.Tensor]:
+        """End prefetches, orphan backups; return by pool bool [host size]: slots they still hold.
+
+        Of the anchor and of pools with slots of their own.
+        """
+        held = _HeldSlots(self.host_pools)
         # What no thread has taken yet need not wait for one that may hang.
         for operation in _clear_queue(self.prefetch_buffer):
             if operation is None:
                 self.prefetch_buffer.put(None)
             else:
                 operation.terminate()
-                operation.finish_io(self._release_pages)
+                operation.finish_io(self.release_pages)
         for prefetch in self._prefetches.held():
-            slots = prefetch.abandon(self._release_pages)
-            if slots is not None:
-                held[slots] = True
+            held.add(prefetch.abandon(self.release_pages))
         backups = {op for op in self._backups.held() if not op.is_acked}
         # Acknowledged but not yet drained; looked up second, so that none slips through.
         backups.update(_items_of(self.ack_backup_queue))
         # Two backups may cover one page: the later one gives it back.
         for backup in sorted(backups, key=lambda op: op.id, reverse=True):
-            own = backup.host_indices[~held[backup.host_indices]]
-            held[backup.orphan(own, self._release_pages)] = True
-        # Last: pages move from operations to this queue, never back.
-        for page in _items_of(self.host_mem_release_queue):
-            held[page] = True
-        return held
+            held.add(backup.orphan(held.not_yet(backup.slots), self.release_pages))
+        # Last: pages move from operations to these queues, never back.
+        for name, pages in self._release_queues().items():
+            for page in _items_of(pages):
+                held.add({name: page})
+        return held.masks
+
+    def _release_queues(self) -> dict[PoolName, queue.Queue[torch.Tensor]]:
+        """The queues through which pages come back, by pool, the anchor's first."""
+        anchor = self.host_pools.anchor.name
+        return {anchor: self.host_mem_release_queue, **self.extra_host_mem_release_queues}
 
     # -- operations --------------------------------------------------------------------------
 
@@ -357,10 +349,13 @@ class HostStorageIO:
         host_indices: torch.Tensor,
         hash_value: Sequence[PageHash],
         prefix_keys: Sequence[PageHash] | None,
+        extra: Sequence[SpanPages] = (),
     ) -> int:
         """Queue a backup host -> storage of whole pages; return the operation's id.
 
-        Ends with one item in ``ack_backup_queue``; the host slots must stay taken until then.
+        ``extra``: pages of pools with slots of their own; each is written before the KV page that
+        it goes with. Ends with one item in ``ack_backup_queue``; the host slots must stay taken
+        until then.
         """
         self._check_attached()
         if len(hash_value) * self.page_size != host_indices.numel():
@@ -375,6 +370,7 @@ class HostStorageIO:
             hash_value,
             prefix_keys,
             draft_digest=self._draft_digest(),
+            extra=tuple(extra),
         )
         self._backups.add(operation)
         self.backup_queue.put(operation)
@@ -410,13 +406,14 @@ class HostStorageIO:
 
         def query(operation: PrefetchOperation) -> None:
             started = time.monotonic()
-            num_pages = 0
+            ends = [False] * (len(operation.key) // self.page_size)
             try:
-                num_pages = self._storage_hit_query(operation)
+                ends = self._storage_hit_query(operation)
             finally:
                 # Also with nothing to say: the other ranks wait for our share.
-                if self._prefetch_min_reduce is not None:
-                    num_pages = self._prefetch_min_reduce([num_pages])[0]
+                ends = self._agree_on_ends(ends)
+            num_pages = deepest_end(ends, len(ends))
+            operation.usable_ends = ends[:num_pages] if self._trailing_entries else None
             operation.hash_value = operation.hash_value[:num_pages]
             operation.storage_hit_count = num_pages * self.page_size
             self.storage_stats.query_seconds += time.monotonic() - started
@@ -441,7 +438,7 @@ class HostStorageIO:
             planned = len(operation.hash_value) * self.page_size
             if not operation.is_terminated and operation.completed_tokens < planned:
                 self.storage_stats.read_failures += 1
-            operation.finish_io(self._release_pages)
+            operation.finish_io(self.release_pages)
 
         self._serve("read", self.prefetch_buffer, self._page_transfer, post)
 
@@ -449,7 +446,7 @@ class HostStorageIO:
         """Write thread: host pages to storage, one acknowledgement an operation."""
 
         def post(operation: StorageOperation, failed: bool) -> None:
-            operation.finish(self.ack_backup_queue.put, self._release_pages)
+            operation.finish(self.ack_backup_queue.put, self.release_pages)
 
         self._serve("write", self.backup_queue, self._page_backup, post)
 
@@ -474,15 +471,27 @@ class HostStorageIO:
             del operation
             self._on_progress()
 
-    def _release_pages(self, slots: torch.Tensor) -> None:
-        for page in slots.split(self.page_size):
-            if page.numel():
-                self.host_mem_release_queue.put(page)
+    def release_pages(self, slots: PoolSlots) -> None:
+        """Put host pages into the release queues, one an item."""
+        queues = self._release_queues()
+        for name, of_pool in slots.items():
+            entry = self.host_pools.get(name)
+            assert entry is not None
+            for page in of_pool.split(entry.host_pool.page_size):
+                if page.numel():
+                    queues[name].put(page)
 
-    def _backend(self) -> HiCacheStorage:
-        if self.storage_backend is None:
-            raise StorageError("no storage backend is attached")
-        return self.storage_backend
+    def _agree_on_ends(self, ends: list[bool]) -> list[bool]:
+        """Keep the lengths that are usable on every rank. Collective, whatever ``ends`` holds.
+
+        Where some pool needs its last pages only, usable lengths have gaps: ranks intersect them.
+        """
+        if self._prefetch_min_reduce is None:
+            return ends
+        if self._trailing_entries:
+            return [flag > 0 for flag in self._prefetch_min_reduce([int(end) for end in ends])]
+        num_pages = self._prefetch_min_reduce([sum(ends)])[0]
+        return [position < num_pages for position in range(len(ends))]
 
     def _is_stopped(self, operation: PrefetchOperation) -> bool:
         return operation.is_terminated or self._threads.stop_event.is_set()
@@ -495,42 +504,45 @@ class HostStorageIO:
             return None
         return HiCacheStorageExtraInfo(prefix_keys=prefix_keys + tuple(before))
 
-    def _storage_hit_query(self, operation: PrefetchOperation) -> int:
-        """Hash the key, set ``hash_value``; return how many leading pages storage has here."""
+    def _storage_hit_query(self, operation: PrefetchOperation) -> list[bool]:
+        """Hash the key, set ``hash_value``; return for each length in pages whether it is usable.
+
+        That is: storage has the first so many pages here, and what other pools need of them.
+        """
+        num_pages = len(operation.key) // self.page_size
+        nothing = [False] * num_pages
         if self._is_stopped(operation):
-            return 0
+            return nothing
         hashes = operation.key.page_hashes(self.page_size, operation.seed, operation.last_hash)
         operation.hash_value = hashes
         num_found = 0
-        for start in range(0, len(hashes), STORAGE_BATCH_SIZE):
+        present: dict[PoolName, list[bool]] = {entry.name: [] for entry in self._trailing_entries}
+        for start in range(0, num_pages, STORAGE_BATCH_SIZE):
             if self._is_stopped(operation):
-                return 0
+                return nothing
             batch = hashes[start : start + STORAGE_BATCH_SIZE]
             extra = self._extra_info(operation.prefix_keys, hashes[:start])
-            found = self._num_present(batch, operation.draft_digest, extra)
-            num_found += found
-            if found < len(batch):
+            result = self._num_present(batch, operation.draft_digest, extra)
+            num_found += result.kv_hit_pages
+            for name, flags in result.present.items():
+                present[name] += flags
+            if result.kv_hit_pages < len(batch):
                 break
-        return 0 if self._is_stopped(operation) else num_found
-
-    def _num_present(
-        self,
-        hashes: list[PageHash],
-        draft_digest: bytes | None,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> int:
-        """Return how many leading pages exist in all pools that must have them."""
-        found = min(int(self._backend().batch_exists(hashes, extra)), len(hashes))
-        if draft_digest is not None and self.draft_storage_policy == "clamp" and found > 0:
-            keys = [draft_page_key(page_hash, draft_digest) for page_hash in hashes[:found]]
-            found = min(int(self._backend().batch_exists(keys, extra)), found)
-        return max(found, 0)
+        if self._is_stopped(operation):
+            return nothing
+        ends = [True] * num_found
+        for entry in self._trailing_entries:
+            of_pool = entry.rule.usable_ends(present[entry.name])
+            ends = [end and other for end, other in zip(ends, of_pool)]
+        return ends + nothing[num_found:]
 
     def _page_transfer(self, operation: PrefetchOperation) -> None:
         """Read an operation's pages, in order, up to the first that does not come."""
         hashes, slots = operation.hash_value, operation.host_indices
         if slots is None:
             raise RuntimeError(f"prefetch of {operation.request_id} was given no host pages")
+        if not self._extra_transfer(operation):
+            return
         for start in range(0, len(hashes), READ_BATCH_SIZE):
             if self._is_stopped(operation):
                 return
@@ -548,75 +560,16 @@ class HostStorageIO:
             if num_pages < len(batch):
                 return
 
-    @property
-    def _bytes_per_page(self) -> int:
-        return self.host_pools.bytes_per_token * self.page_size
-
-    def _page_get(
-        self,
-        hashes: list[PageHash],
-        host_indices: torch.Tensor,
-        draft_digest: bytes | None,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> int:
-        """Read pages of all pools, the draft's first; return how many leading ones are complete."""
-        num_pages = len(hashes)
-        if draft_digest is not None:
-            num_pages = self._draft_page_get(hashes, host_indices, draft_digest, extra)
-        if num_pages == 0:
-            return 0
-        transfer = PoolTransfer(
-            name=self.host_pools.anchor.name,
-            host_indices=host_indices[: num_pages * self.page_size],
-            keys=list(hashes[:num_pages]),
-        )
-        verdicts = self._backend().batch_get_v2([transfer], extra)
-        return _leading(verdicts.get(transfer.name), num_pages)
-
-    def _draft_transfer(
-        self, hashes: list[PageHash], host_indices: torch.Tensor, draft_digest: bytes
-    ) -> PoolTransfer:
-        return PoolTransfer(
-            name=PoolName.DRAFT,
-            host_indices=host_indices,
-            keys=[draft_page_key(page_hash, draft_digest) for page_hash in hashes],
-        )
-
-    def _draft_page_get(
-        self,
-        hashes: list[PageHash],
-        host_indices: torch.Tensor,
-        draft_digest: bytes,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> int:
-        """Read the draft's pages; return how many leading target pages may be used.
-
-        ``best_effort``: all of them; a draft page that did not come is zeros, never old bytes.
-        """
-        transfer = self._draft_transfer(hashes, host_indices, draft_digest)
-        verdicts: list[bool]
-        try:
-            verdicts = self._backend().batch_get_v2([transfer], extra).get(PoolName.DRAFT, [])
-        except Exception as error:  # noqa: BLE001 - the target's pages may still be of use
-            if self.draft_storage_policy == "clamp":
-                raise
-            logger.warning("Storage read of draft pages failed: %r", error)
-            verdicts = []
-        if self.draft_storage_policy == "clamp":
-            return _leading(verdicts, len(hashes))
-        verdicts = verdicts + [False] * (len(hashes) - len(verdicts))
-        starts = host_indices[:: self.page_size].tolist()
-        for start, is_read in zip(starts, verdicts):
-            if not is_read:
-                self._zero_draft_page(start)
-        return len(hashes)
-
-    def _zero_draft_page(self, start: int) -> None:
-        pool = self.mem_pool_host_draft
-        assert pool is not None
-        for buffer in pool.page_buffers(start):
-            buffer.cast("B")[:] = bytes(buffer.nbytes)
-        self.storage_stats.draft_pages_zeroed += 1
+    def _extra_transfer(self, operation: PrefetchOperation) -> bool:
+        """Read what other pools need at the span's end; without it no KV page is of any use."""
+        hashes = operation.hash_value
+        for pages in operation.extra:
+            if self._is_stopped(operation):
+                return False
+            extra = self._extra_info(operation.prefix_keys, hashes[: pages.positions[0]])
+            if not self._extra_page_get(hashes, pages, extra):
+                return False
+        return True
 
     def _page_backup(self, operation: StorageOperation) -> None:
         """Write an operation's pages, in order, up to the first batch that fails."""
@@ -634,7 +587,13 @@ class HostStorageIO:
             started = time.monotonic()
             num_pages = 0
             try:
-                num_pages = self._page_set(batch, slots, operation.draft_digest, extra)
+                num_pages = self._page_set(
+                    batch,
+                    slots,
+                    operation.draft_digest,
+                    extra,
+                    [pages.within(start, start + len(batch)) for pages in operation.extra],
+                )
             finally:
                 stats.write_seconds += time.monotonic() - started
                 stats.write_failures += int(num_pages < len(batch))
@@ -644,51 +603,24 @@ class HostStorageIO:
             if num_pages < len(batch):
                 return
 
-    def _page_set(
-        self,
-        hashes: list[PageHash],
-        host_indices: torch.Tensor,
-        draft_digest: bytes | None,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> int:
-        """Write pages of all pools, the draft's first: a target page that is there has its draft's.
 
-        Returns how many leading ones are written, by this rank or by the one that writes for all.
-        """
-        num_pages = len(hashes)
-        if draft_digest is not None:
-            num_pages = self._draft_page_set(hashes, host_indices, draft_digest, extra)
-        if num_pages == 0 or not self._stores(self.host_pools.anchor.name):
-            return num_pages
-        transfer = PoolTransfer(
-            name=self.host_pools.anchor.name,
-            host_indices=host_indices[: num_pages * self.page_size],
-            keys=list(hashes[:num_pages]),
-        )
-        verdicts = self._backend().batch_set_v2([transfer], extra)
-        return _leading(verdicts.get(transfer.name), num_pages)
+class _HeldSlots:
+    """Which host slots storage operations hold, by pool."""
 
-    def _draft_page_set(
-        self,
-        hashes: list[PageHash],
-        host_indices: torch.Tensor,
-        draft_digest: bytes,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> int:
-        """Write the draft's pages; return how many leading target pages may follow."""
-        if not self._stores(PoolName.DRAFT):
-            return len(hashes)
-        transfer = self._draft_transfer(hashes, host_indices, draft_digest)
-        num_written = 0
-        try:
-            verdicts = self._backend().batch_set_v2([transfer], extra)
-            num_written = _leading(verdicts.get(PoolName.DRAFT), len(hashes))
-        except Exception as error:  # noqa: BLE001 - the target's pages may still be of use
-            if self.draft_storage_policy == "clamp":
-                raise
-            logger.warning("Storage write of draft pages failed: %r", error)
-        self.storage_stats.draft_write_failures += int(num_written < len(hashes))
-        return num_written if self.draft_storage_policy == "clamp" else len(hashes)
+    def __init__(self, host_pools: HostPoolGroup) -> None:
+        entries = (host_pools.anchor, *host_pools.own_slot_entries)
+        self.masks = {
+            entry.name: torch.zeros(entry.host_pool.size, dtype=torch.bool) for entry in entries
+        }
+
+    def add(self, slots: PoolSlots) -> None:
+        """Mark slots."""
+        for name, of_pool in slots.items():
+            self.masks[name][of_pool] = True
+
+    def not_yet(self, slots: PoolSlots) -> dict[PoolName, torch.Tensor]:
+        """Return those that are not marked."""
+        return {name: of_pool[~self.masks[name][of_pool]] for name, of_pool in slots.items()}
 
 
 def _items_of(items: queue.Queue[Any]) -> list[Any]:

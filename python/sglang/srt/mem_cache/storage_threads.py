@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 import torch
 
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey
+from sglang.srt.mem_cache.pool_transfer import PoolName, SpanPages, deepest_end, slots_by_pool
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,11 @@ STORAGE_BATCH_SIZE = 128  # pages of one look-up or write
 READ_BATCH_SIZE = 32  # pages of one read: what is counted, or lost by a stop, at once
 JOIN_TIMEOUT_S = 10.0
 
-PostPages = Callable[[torch.Tensor], None]
-"""Gives slots (whole pages, may be empty) back, one page an item."""
+PoolSlots = Mapping[PoolName, torch.Tensor]
+"""Host slots (whole pages, may be empty) by pool."""
+
+PostPages = Callable[[PoolSlots], None]
+"""Gives slots back, one page an item."""
 
 
 @dataclass(slots=True)
@@ -50,6 +54,7 @@ class StorageStats:
     read_seconds: float = 0.0
     read_failures: int = 0  # operations that ended before their last page
     draft_pages_zeroed: int = 0
+    extra_pages_missed: int = 0  # pages of trailing pools that did not come
     # backup thread
     write_pages: int = 0
     write_bytes: int = 0
@@ -62,7 +67,8 @@ class StorageStats:
 class StorageOperation:
     """One backup host -> storage. Ends in ``ack_backup_queue`` exactly once, whatever happened.
 
-    ``completed_tokens``: written prefix; grows while the backup thread works.
+    ``extra``: pages of pools with slots of their own that go with these. ``completed_tokens``:
+    written prefix, with all that goes with it; grows while the backup thread works.
     """
 
     def __init__(
@@ -72,9 +78,11 @@ class StorageOperation:
         hash_value: Sequence[PageHash],
         prefix_keys: Sequence[PageHash] | None,
         draft_digest: bytes | None = None,
+        extra: tuple[SpanPages, ...] = (),
     ) -> None:
         self.id = op_id
         self.host_indices = host_indices
+        self.extra = extra
         self.hash_value = list(hash_value)
         self.prefix_keys = None if prefix_keys is None else tuple(prefix_keys)
         self.draft_digest = draft_digest
@@ -83,7 +91,12 @@ class StorageOperation:
         self._started = False
         self._discarded = False
         self._acked = threading.Event()
-        self._orphaned: torch.Tensor | None = None
+        self._orphaned: PoolSlots | None = None
+
+    @property
+    def slots(self) -> dict[PoolName, torch.Tensor]:
+        """All host slots that it reads, by pool."""
+        return slots_by_pool(self.host_indices, self.extra)
 
     @property
     def is_discarded(self) -> bool:
@@ -111,7 +124,7 @@ class StorageOperation:
         """Block until it is over; False when that takes longer."""
         return self._acked.wait(timeout_s)
 
-    def orphan(self, slots: torch.Tensor, release: PostPages) -> torch.Tensor:
+    def orphan(self, slots: PoolSlots, release: PostPages) -> PoolSlots:
         """Let it give ``slots`` of its own back itself at its end: the tree has forgotten it.
 
         Returns the slots that it holds from now on: none where it is over (they are given back
@@ -123,7 +136,7 @@ class StorageOperation:
                 self._orphaned = slots
                 if is_over:
                     release(slots)
-            return slots[:0] if is_over else self._orphaned
+            return {} if is_over else self._orphaned
 
     def finish(self, post_ack: Callable[[StorageOperation], None], release: PostPages) -> None:
         """End it: acknowledge, and give orphaned pages back. Backup thread, once."""
@@ -142,6 +155,10 @@ class PrefetchOperation:
     ``is_done``. ``(request_id, attempt)`` is its identity. ``terminate()`` freezes
     ``completed_tokens`` under a lock; the I/O side releases [completed, end) itself, after its last
     touch, one page an item, into ``host_mem_release_queue``.
+
+    ``extra`` (pages of pools with slots of their own, set with ``host_indices``) is read before any
+    KV page, so it is complete when all KV pages are. It belongs to whoever has the last KV page:
+    the caller where everything came, else the I/O side.
     """
 
     def __init__(
@@ -166,11 +183,31 @@ class PrefetchOperation:
         self.start_time = time.monotonic()
         self.hash_value: list[PageHash] = []  # set by the query: one a page, cut to the hit
         self.storage_hit_count = 0  # tokens; set by the query (MIN over ranks)
+        # Which lengths in pages have what every pool needs, on all ranks; set by the query. None:
+        # all up to the hit.
+        self.usable_ends: list[bool] | None = None
         self.host_indices: torch.Tensor | None = None  # set by the scheduler at allocation
+        self.extra: tuple[SpanPages, ...] = ()  # with it
         self._lock = threading.Lock()
         self._completed_tokens = 0
         self._terminated = False
         self._io_done = False
+
+    @property
+    def slots(self) -> dict[PoolName, torch.Tensor]:
+        """All host slots that it was given, by pool; none before."""
+        return {} if self.host_indices is None else slots_by_pool(self.host_indices, self.extra)
+
+    def usable_pages(self, num_pages: int) -> int:
+        """Return the longest usable prefix of so many pages."""
+        if self.usable_ends is None:
+            return num_pages
+        return deepest_end(self.usable_ends, num_pages)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was planned has come."""
+        return self.host_indices is not None and self._completed_tokens == len(self.host_indices)
 
     @property
     def completed_tokens(self) -> int:
@@ -190,7 +227,8 @@ class PrefetchOperation:
     def terminate(self) -> int:
         """Stop where it is; return the tokens that are complete, for good. Scheduler thread.
 
-        Slots [0, completed) of ``host_indices`` belong to the caller now. Idempotent.
+        Slots [0, completed) of ``host_indices`` belong to the caller now, those of ``extra`` too
+        where that is all. Idempotent.
         """
         with self._lock:
             self._terminated = True
@@ -210,29 +248,35 @@ class PrefetchOperation:
         The I/O thread; or the scheduler thread for an operation that no thread ever took.
         """
         with self._lock:
-            if self.host_indices is not None:
-                release(self.host_indices[self._completed_tokens :])
+            release(self._with_io_side())
             self._io_done = True
 
-    def abandon(self, release: PostPages) -> torch.Tensor | None:
+    def _with_io_side(self) -> PoolSlots:
+        if self.host_indices is None:
+            return {}
+        extra = () if self.is_complete else self.extra
+        return slots_by_pool(self.host_indices[self._completed_tokens :], extra)
+
+    def taken(self, num_tokens: int = 0) -> PoolSlots:
+        """Return the caller's slots of a terminated operation, KV from ``num_tokens`` on."""
+        if self.host_indices is None:
+            return {}
+        extra = self.extra if self.is_complete else ()
+        return slots_by_pool(self.host_indices[num_tokens : self._completed_tokens], extra)
+
+    def abandon(self, release: PostPages) -> PoolSlots:
         """Stop; every page that the tree has not taken goes the way of the release queue.
 
-        Returns the slots that are still with the I/O side (None: nowhere but in the queue).
-        Scheduler thread.
+        Returns the slots that are still with the I/O side (none where it is done: they are nowhere
+        but in the queue). Scheduler thread.
         """
         with self._lock:
-            if self.host_indices is None:
-                self._terminated = True
-                return None
-            if self._io_done:
-                if not self._terminated:
-                    release(self.host_indices[: self._completed_tokens])
-                self._terminated = True
-                return None
-            if not self._terminated:
+            if self._io_done and not self._terminated:
+                release(self.taken())
+            if not self._io_done and not self._terminated:
                 self._completed_tokens = 0
             self._terminated = True
-            return self.host_indices[self._completed_tokens :]
+            return {} if self._io_done else self._with_io_side()
 
 
 Operation = TypeVar("Operation", StorageOperation, PrefetchOperation)

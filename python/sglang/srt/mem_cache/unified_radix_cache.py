@@ -7,7 +7,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,8 +16,7 @@ from sglang.srt.mem_cache.events import StorageMedium
 from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
 from sglang.srt.mem_cache.hicache_records import FetchedSpan, HostLock, PrefetchEntry
 from sglang.srt.mem_cache.hicache_tiers import Phase
-from sglang.srt.mem_cache.pool_transfer import PoolTransfer
-from sglang.srt.mem_cache.storage.extra_config import ExtraConfig
+from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer, SpanPages
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentType,
     InvariantError,
@@ -40,11 +39,6 @@ class UnifiedRadixCache(HiCacheTreeBase):
         components: Sequence[ComponentType] = (ComponentType.FULL,),
     ) -> None:
         super().__init__(params, components)
-
-    def _attach(self, backend: str, config: ExtraConfig) -> None:
-        if set(self.components) != {ComponentType.FULL}:
-            raise ValueError("Storage holds full-attention KV only; this model needs more.")
-        super()._attach(backend, config)
 
     @property
     def _full(self) -> FullComponent:
@@ -81,10 +75,13 @@ class UnifiedRadixCache(HiCacheTreeBase):
             reserved = part.reserve(nodes, to_host)
             if reserved is not None:
                 return reserved
-            freed = self.evict_host(1) if to_host else self.evict(1).num_tokens_evicted
-            if freed == 0:
+            if (part.make_host_room(1) if to_host else self._make_device_room(part)) == 0:
                 return None
         return part.reserve(nodes, to_host)
+
+    def _make_device_room(self, part: TreeComponent) -> int:
+        """Free device slots of a component's own pool; returns how many, or tokens that went."""
+        return self.evict(1).num_tokens_evicted
 
     def _cancel(self, phase: Phase, transfers: Sequence[PoolTransfer]) -> None:
         for part in self.components.values():
@@ -102,6 +99,8 @@ class UnifiedRadixCache(HiCacheTreeBase):
             return
         offset = 0
         for node in nodes:
+            if node.backuped if phase is Phase.BACKUP else not node.evicted:
+                continue  # its KV is there: the copy is of other components
             of_node = indices[offset : offset + len(node.key)]
             offset += len(node.key)
             if phase is Phase.BACKUP:
@@ -114,6 +113,7 @@ class UnifiedRadixCache(HiCacheTreeBase):
     def _insert_fetched(self, anchor: TreeNode, span: FetchedSpan) -> int:
         key, page = span.key, self.page_size
         pool = self.cache_controller.mem_pool_host
+        nodes: list[TreeNode] = []
         node, offset = anchor, 0
         while offset < len(key):
             child = node.children.get(key.child_key(page, offset))
@@ -130,11 +130,15 @@ class UnifiedRadixCache(HiCacheTreeBase):
                 # would be on the host below a node that is not.
                 self._adopt(child, slots)
             node = child
+            nodes.append(node)
             offset += matched
-        if offset == len(key):
-            return 0
-        self._add_host_leaf(node, span, offset)
-        return len(key) - offset
+        num_new = len(key) - offset
+        if num_new:
+            nodes.append(self._add_host_leaf(node, span, offset))
+        parts = {part.pool_name: part for part in self.components.values()}
+        for pages in span.extra:
+            parts[pages.name].attach_fetched(nodes, pages)
+        return num_new
 
     def _adopt(self, node: TreeNode, host_indices: torch.Tensor) -> None:
         self._full.store_host(node, host_indices)
@@ -157,7 +161,20 @@ class UnifiedRadixCache(HiCacheTreeBase):
         return leaf
 
     def _release_reservations(self, entry: PrefetchEntry) -> None:
-        """Fetches hold nothing but KV pages."""
+        taken = entry.operation.taken()
+        self._queue_release({name: taken[name] for name in taken if name is not PoolName.KV})
+
+    def _make_host_room(self, pool_sizes: Mapping[PoolName, int]) -> None:
+        group = self.cache_controller.host_pools
+        for part in self.components.values():
+            entry = group.get(part.pool_name)
+            if part.pool_name in pool_sizes and entry is not None:
+                shortfall = pool_sizes[part.pool_name] - entry.host_pool.available_size()
+                part.make_host_room(shortfall)
+
+    def _host_pages(self, node: TreeNode) -> list[SpanPages]:
+        found = [part.host_pages(node, self.page_size) for part in self.components.values()]
+        return [pages for pages in found if pages is not None]
 
     def _pick_host_victim(self) -> TreeNode | None:
         return self._host_leaves.pop()

@@ -176,6 +176,8 @@ def why_not_supported(model: LanguageModel, num_ranks: int) -> str | None:
         return "the model is not in float32"
     if not isinstance(model, LlamaForCausalLM) or model.config.hidden_act not in _ACTIVATIONS:
         return "the model is not of the Llama kind"
+    if not model.is_plain:
+        return "the model's layers do more than Llama's"
     if model.config.mla is not None:
         return "the model's attention is latent"
     if not all(isinstance(layer.mlp, GatedMLP) for layer in model.model.layers):

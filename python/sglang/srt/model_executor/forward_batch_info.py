@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.mem_cache.state_snapshots import StatePlan
 
 if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -121,6 +122,10 @@ class ForwardBatch:
 
     # Set by the attention backend (`init_forward_metadata`); its type is the backend's own.
     attn_metadata: Any = None
+    # Of models with recurrent states: which slots the step begins with and what it keeps (None:
+    # each request goes on with its own state), and what its layers make of that.
+    state_plan: StatePlan | None = None
+    step_states: Any = None
     # Set by the speculative workers: draft/verify inputs of `speculative.eagle_info`.
     spec_info: Any = None
     # Layer-wise load-back: the consumer index whose events the layers wait for; -1 = none.

@@ -61,6 +61,19 @@ def profile_max_num_tokens(budget: MemoryBudget) -> int:
     return num_tokens
 
 
+def num_window_tokens(
+    num_tokens: int, *, ratio: float, window: int, page_size: int, step_slots: int
+) -> int:
+    """Rows for layers with a window beside a pool of `num_tokens` slots: whole pages.
+
+    As many as `ratio` says, but so many at least that one request can always go on: a window that
+    the prefix cache keeps for it, one of its own, and a step. Never more than there are slots.
+    """
+    least = 2 * window + window // 4 + 6 * page_size + 2 * step_slots
+    wanted = max(int(num_tokens * ratio), least)
+    return min(num_tokens, -(-wanted // page_size) * page_size)
+
+
 def resolve_max_running_requests(
     requested: int | None, *, device: str, max_num_tokens: int, page_size: int
 ) -> int:

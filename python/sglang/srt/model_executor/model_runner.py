@@ -21,11 +21,10 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.mamba.step_states import keep_states
 from sglang.srt.layers.sampler import Sampler, nan_rows
-from sglang.srt.mem_cache.allocator import (
-    BaseTokenToKVPoolAllocator,
-    create_token_to_kv_pool_allocator,
-)
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hybrid_kv_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner, why_not_supported
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
@@ -34,13 +33,25 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.kv_cache_sizing import (
     MemoryBudget,
+    num_window_tokens,
     profile_max_num_tokens,
     resolve_max_running_requests,
 )
-from sglang.srt.model_executor.kv_pools import KVPoolShape, make_kv_pool
+from sglang.srt.model_executor.kv_pools import (
+    KVPoolShape,
+    bytes_per_state,
+    make_kv_pool,
+    make_slot_allocator,
+)
 from sglang.srt.model_executor.kv_pools import kv_bytes_per_token as kv_bytes_per_token
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.prefill_warm_up import warm_up_prefill
+from sglang.srt.model_executor.state_sizing import (
+    StateBudget,
+    StateCounts,
+    divide_states,
+    num_states_that_fit,
+)
 from sglang.srt.model_executor.weight_names import (
     _model_load_weights_direct as _model_load_weights_direct,
 )
@@ -49,6 +60,7 @@ from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.platforms import current_platform
+from sglang.srt.platforms.base import MemoryInfo
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket as FlattenedTensorBucket
 from sglang.srt.weight_sync.tensor_bucket import LocalSerializedTensor as LocalSerializedTensor
 
@@ -85,6 +97,13 @@ class RunnerConfig:
     draft_token_bytes: int = 0
     draft_weight_bytes: int = 0
     draft_positions: int = 0
+    # Of models that mix windows and full attention: window rows for each slot; one pool for all.
+    swa_full_tokens_ratio: float = 0.8
+    disable_hybrid_swa_memory: bool = False
+    # Of models with recurrent states; see `StateBudget`.
+    mamba_full_memory_ratio: float = 0.9
+    max_mamba_cache_size: int | None = None
+    keep_state_snapshots: bool = False
     memory_saver: MemorySaver | None = None
     # Copy weights to the host when their memory is released: a target's; its draft's.
     keep_released_weights: bool = False
@@ -97,6 +116,8 @@ class SharedMemoryPool:
 
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
+    # The draft's own buffers, where they were made beforehand: its layer of a pool of several.
+    kv_pool: KVCache | None = None
 
 
 def resolve_kv_dtype(name: str, model_dtype: str) -> torch.dtype:
@@ -130,6 +151,7 @@ class ModelRunner:
         torch.manual_seed(config.random_seed)
 
         self.graph_bytes = 0
+        self.num_state_snapshots = 0
         before = platform.memory_info().free_bytes
         start = time.perf_counter()
         self.model = load_model(
@@ -155,6 +177,8 @@ class ModelRunner:
         self.fingerprint = WeightsFingerprint(self.tp.cpu_group, portable=portable)
         self.fingerprint.full(self.model)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model_config.dtype)
+        # Rows of layers with a window; None: they have slots as all others.
+        self.num_window_tokens: int | None = None
         if shared_pool is None:
             self._init_memory_pools()
         else:
@@ -235,13 +259,17 @@ class ModelRunner:
         config, model = self.config, self.model_config
         platform = current_platform()
         memory = platform.memory_info()
-        token_bytes = kv_bytes_per_token(model, self.tp.size, self.kv_dtype)
+        window_ratio = None if config.disable_hybrid_swa_memory else config.swa_full_tokens_ratio
+        token_bytes = kv_bytes_per_token(model, self.tp.size, self.kv_dtype, window_ratio)
+        state_bytes = bytes_per_state(model, self.tp.size)
+        states = self._count_states(memory, state_bytes) if state_bytes else None
+        self.num_state_snapshots = states.num_snapshots if states is not None else 0
         local = profile_max_num_tokens(
             MemoryBudget(
                 device=platform.name,
                 total_bytes=memory.total_bytes,
-                free_bytes=(memory.free_bytes - config.draft_weight_bytes)
-                // (self.tp.size if platform.name == "cpu" else 1),
+                free_bytes=self._free_bytes_a_rank(memory)
+                - (states.num_bytes(state_bytes) if states is not None else 0),
                 bytes_per_token=token_bytes + config.draft_token_bytes,
                 context_len=model.context_len,
                 page_size=config.page_size,
@@ -253,7 +281,7 @@ class ModelRunner:
         agreed = all_reduce_min(torch.tensor([local], dtype=torch.int64), self.tp.cpu_group)
         self.max_total_num_tokens = int(agreed[0])
         self.max_running_requests = resolve_max_running_requests(
-            config.max_running_requests,
+            states.max_running if states is not None else config.max_running_requests,
             device=platform.name,
             max_num_tokens=self.max_total_num_tokens,
             page_size=config.page_size,
@@ -262,17 +290,23 @@ class ModelRunner:
         self.req_to_token_pool = ReqToTokenPool(
             self.max_running_requests, model.context_len + 1 + config.draft_positions, self.device
         )
-        self.token_to_kv_pool = self._make_kv_pool()
-        self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = (
-            create_token_to_kv_pool_allocator(
+        window = model.mixed_window
+        if window is not None and window_ratio is not None:
+            self.num_window_tokens = num_window_tokens(
                 self.max_total_num_tokens,
-                config.page_size,
-                self.kv_dtype,
-                self.device,
-                self.token_to_kv_pool,
+                ratio=window_ratio,
+                window=window,
+                page_size=config.page_size,
+                step_slots=1 + config.draft_positions,
             )
+            logger.info("%d window rows of %d tokens", self.num_window_tokens, window)
+        self.token_to_kv_pool = self._make_kv_pool()
+        self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = make_slot_allocator(
+            self.token_to_kv_pool
         )
         self.kv_cache_bytes = sum(self.token_to_kv_pool.get_kv_size_bytes())
+        if isinstance(self.token_to_kv_pool, HybridLinearKVPool):
+            self.kv_cache_bytes += self.token_to_kv_pool.mamba_pool.get_state_size_bytes()
         logger.info(
             "KV cache: %d tokens of %d bytes (%.2f GB, %s), %d request rows, page size %d",
             self.max_total_num_tokens,
@@ -283,13 +317,42 @@ class ModelRunner:
             config.page_size,
         )
 
+    def _free_bytes_a_rank(self, memory: MemoryInfo) -> int:
+        """What this rank may use for its caches: on a CPU all ranks share the memory."""
+        free = memory.free_bytes - self.config.draft_weight_bytes
+        return free // (self.tp.size if current_platform().name == "cpu" else 1)
+
+    def _count_states(self, memory: MemoryInfo, state_bytes: int) -> StateCounts:
+        """How many recurrent states there are, the same on every rank. Collective."""
+        config = self.config
+        budget = StateBudget(
+            device=current_platform().name,
+            total_bytes=memory.total_bytes,
+            free_bytes=self._free_bytes_a_rank(memory),
+            bytes_per_state=state_bytes,
+            mem_fraction_static=config.mem_fraction_static,
+            ratio=config.mamba_full_memory_ratio,
+            max_states=config.max_mamba_cache_size,
+            max_running_requests=config.max_running_requests,
+            keep_snapshots=config.keep_state_snapshots,
+        )
+        local = torch.tensor([num_states_that_fit(budget)], dtype=torch.int64)
+        counts = divide_states(budget, int(all_reduce_min(local, self.tp.cpu_group)[0]))
+        logger.info(
+            "Recurrent states of %d bytes: %d of running requests, %d snapshots",
+            state_bytes,
+            counts.max_running,
+            counts.num_snapshots,
+        )
+        return counts
+
     def _share_memory_pools(self, shared: SharedMemoryPool) -> None:
         """Rows and slots of the target; buffers for as many tokens as it has."""
         self.req_to_token_pool = shared.req_to_token_pool
         self.token_to_kv_pool_allocator = shared.token_to_kv_pool_allocator
         self.max_running_requests = shared.req_to_token_pool.size
         self.max_total_num_tokens = shared.token_to_kv_pool_allocator.size
-        self.token_to_kv_pool = self._make_kv_pool()
+        self.token_to_kv_pool = shared.kv_pool or self._make_kv_pool()
         self.kv_cache_bytes = sum(self.token_to_kv_pool.get_kv_size_bytes())
         logger.info(
             "Draft KV cache: %d tokens (%.2f GB, %s)",
@@ -305,6 +368,9 @@ class ModelRunner:
             page_size=self.config.page_size,
             dtype=self.kv_dtype,
             tp_size=self.tp.size,
+            num_snapshots=self.num_state_snapshots,
+            num_rows=self.req_to_token_pool.num_rows,
+            num_window_tokens=self.num_window_tokens,
         )
         allocate = saver.kv_allocator() if saver is not None else None
         return make_kv_pool(self.model_config, shape, self.device, allocate)
@@ -316,6 +382,14 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the model on one batch. Collective."""
+        output = self._run_model(forward_batch)
+        plan = forward_batch.state_plan
+        if plan is not None and forward_batch.forward_mode.is_decode():
+            # A prefill step keeps states on its way.
+            keep_states(forward_batch, plan)
+        return output
+
+    def _run_model(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         if self.decode_runner is not None and self.decode_runner.can_run(forward_batch):
             return self.decode_runner.run(forward_batch)
         self.attn_backend.init_forward_metadata(forward_batch)

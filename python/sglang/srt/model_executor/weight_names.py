@@ -82,10 +82,14 @@ class CheckpointNames:
 
 
 class ParameterNames:
-    """Names and shapes of this rank's parameters, tied ones under each of their names."""
+    """Names and shapes of this rank's parameters, tied ones under each of their names.
 
-    def __init__(self, model: LanguageModel) -> None:
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+    `prefix`: in front of every name, where several models have parameters of the same names.
+    """
+
+    def __init__(self, model: LanguageModel, prefix: str = "") -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._parameters = {prefix + name: parameter for name, parameter in named}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._parameters.items()}

@@ -492,6 +492,9 @@ class WeightUpdater:
     ) -> list[_Write]:
         """Check everything; the writes that remain to be done."""
         names = [names_of(role.runner.model) for role in self._roles]
+        if names_of is ParameterNames and len(self._drafts) > 1:
+            # Drafts of several layers are models of one kind, whose parameters are called alike.
+            names[1:] = [ParameterNames(r.runner.model, f"{r.name}.") for r in self._drafts]
         parts = assign(named, selector, names[0], names[1:])
         writes: list[_Write] = []
         for role, space, part in zip(self._roles, names, parts):
@@ -516,6 +519,11 @@ class WeightUpdater:
         loader = resolve_custom_loader(loader_name, self._custom_loaders)
         if selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}")
+        if selector == DRAFT and len(self._drafts) > 1:
+            raise ValueError(
+                f"the loader writes to one model, the draft has {len(self._drafts)}: send the "
+                "tensors under their names in the files"
+            )
         # The function knows one kind of model; the draft is asked for by name.
         roles = self._drafts if selector == DRAFT else [self._target]
         return [

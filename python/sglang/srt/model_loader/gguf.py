@@ -31,18 +31,29 @@ _IN_LAYER = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+# Names that mean something else, or nothing, in other architectures.
+_IN_LAYER_OF = {
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+}
+# Architectures whose checkpoints hold norm weights less one, which the files add.
+_ZERO_CENTRED_NORMS = {"gemma3"}
 # Carries rope scaling, which the configuration states; it is no weight.
 _NOT_WEIGHTS = {"rope_freqs.weight"}
 
 
-def hf_tensor_name(gguf_name: str) -> str:
+def hf_tensor_name(gguf_name: str, architecture: str = "llama") -> str:
     """Translate a tensor name, ``blk.3.ffn_up.weight`` to ``model.layers.3.mlp.up_proj.weight``.
 
     Raises ``UnsupportedGgufError`` for names that no supported architecture has.
     """
     parts = gguf_name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _IN_LAYER:
-        return f"model.layers.{parts[1]}.{_IN_LAYER[parts[2]]}.{parts[3]}"
+    in_layer = _IN_LAYER | _IN_LAYER_OF.get(architecture, {})
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in in_layer:
+        return f"model.layers.{parts[1]}.{in_layer[parts[2]]}.{parts[3]}"
     if len(parts) == 2 and parts[0] in _TOP_LEVEL:
         return f"{_TOP_LEVEL[parts[0]]}.{parts[1]}"
     raise UnsupportedGgufError(f"tensor {gguf_name!r} belongs to no supported architecture")
@@ -78,7 +89,7 @@ def iterate_gguf_arrays(source: GgufFile) -> Iterator[tuple[str, np.ndarray]]:
     for tensor in source.reader.tensors:
         if tensor.name in _NOT_WEIGHTS:
             continue
-        name = hf_tensor_name(tensor.name)
+        name = hf_tensor_name(tensor.name, source.architecture)
         shape = tuple(reversed(tensor.shape))
         try:
             values = dequantize(tensor.data, GGMLQuantizationType(tensor.type_id))
@@ -88,14 +99,17 @@ def iterate_gguf_arrays(source: GgufFile) -> Iterator[tuple[str, np.ndarray]]:
         kind = tensor.name.split(".")[-2]
         if kind in permuted_heads:
             values = undo_rope_permutation(values, permuted_heads[kind])
+        if kind.endswith("_norm") and source.architecture in _ZERO_CENTRED_NORMS:
+            values = values - np.float32(1.0)
         yield name, np.array(values, dtype=np.float32, order="C")
 
 
 def gguf_tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of what ``iterate_gguf_weights`` yields, without reading weights."""
+    source = open_gguf(path)
     return {
-        hf_tensor_name(tensor.name): tuple(reversed(tensor.shape))
-        for tensor in open_gguf(path).reader.tensors
+        hf_tensor_name(tensor.name, source.architecture): tuple(reversed(tensor.shape))
+        for tensor in source.reader.tensors
         if tensor.name not in _NOT_WEIGHTS
     }
 

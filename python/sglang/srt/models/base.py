@@ -19,6 +19,7 @@ from sglang.srt.configs.draft_config import default_layers_to_capture
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.weight_slot import WeightSlot, iterate_weight_slots
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Buffers that some checkpoints carry although they follow from the configuration.
@@ -50,6 +51,21 @@ class WeightProblems:
         ]
         if parts:
             raise WeightLoadError(f"{source} does not fit the model: {'; '.join(parts)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedRows:
+    """What of a verification counts: of b requests, `num_nodes` drafted tokens each.
+
+    `rows` int64 [b]: of the request table; `nodes` int64 [b, d]: from the root downwards, of which
+    the first `lens` int64 [b] count; `padding_row`: the table's.
+    """
+
+    num_nodes: int
+    rows: torch.Tensor
+    nodes: torch.Tensor
+    lens: torch.Tensor
+    padding_row: int
 
 
 class LanguageModel(nn.Module):
@@ -91,6 +107,13 @@ class LanguageModel(nn.Module):
     def _capture_at(self, layer_ids: tuple[int, ...]) -> None:
         """Keep the streams that enter these layers. Families whose decoder can override it."""
         raise RuntimeError(f"{type(self).__name__} cannot capture hidden states of its layers")
+
+    def commit_verified(self, kv_pool: KVCache, verified: VerifiedRows) -> None:
+        """Make accepted drafts part of what the model keeps of a sequence besides KV.
+
+        After every verification, before the next step of its requests. KV alone needs nothing.
+        """
+        return
 
     def split_weight(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Bring a checkpoint tensor to the names of the table. Families may override.

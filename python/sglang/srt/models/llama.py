@@ -8,6 +8,7 @@ and `gate_up_proj`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class AttentionChoices:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before rotation
+    norm_offset: float = 0.0  # added to the weights of those norms
 
 
 class LlamaAttention(nn.Module):
@@ -79,12 +81,13 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * head_dim, config.hidden_size, choices.output_bias
         )
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if choices.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if choices.qk_norm else None
+        eps, offset = config.rms_norm_eps, choices.norm_offset
+        self.q_norm = RMSNorm(head_dim, eps, offset) if choices.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps, offset) if choices.qk_norm else None
         self.attn = RadixAttention(
             self.qkv_proj.num_heads,
             head_dim,
-            head_dim**-0.5,
+            config.attention_scaling,
             self.qkv_proj.num_kv_heads,
             layer_id,
             config.sliding_windows[layer_id],
@@ -156,8 +159,14 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = create_rotary_embedding(config)
+        # Of the layers with a window, where they rotate by other angles.
+        self.local_rotary_emb = (
+            None
+            if config.local_rope is None
+            else create_rotary_embedding(config, config.local_rope)
+        )
         self.layers = nn.ModuleList(
-            layer_class(config, layer_id, self.rotary_emb)
+            layer_class(config, layer_id, self._rotary_of(config, layer_id))
             for layer_id in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -168,7 +177,7 @@ class LlamaModel(nn.Module):
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(normed hidden states [n, hidden], captured streams [n, hidden] each)."""
-        hidden_states = self.embed_tokens(input_ids)
+        hidden_states = self.embed(input_ids)
         residual: torch.Tensor | None = None
         captured: list[torch.Tensor] = []
         wanted = self._layers_wanted_by(forward_batch)
@@ -183,6 +192,14 @@ class LlamaModel(nn.Module):
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
         return normed, captured
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n] -> what the first layer reads, [n, hidden]."""
+        return self.embed_tokens(input_ids)
+
+    def _rotary_of(self, config: ModelConfig, layer_id: int) -> RotaryEmbedding:
+        is_local = config.sliding_windows[layer_id] is not None
+        return (self.local_rotary_emb if is_local else None) or self.rotary_emb
+
     def _layers_wanted_by(self, forward_batch: ForwardBatch) -> tuple[int, ...]:
         if forward_batch.capture_hidden_mode is CaptureHiddenMode.NULL:
             return ()
@@ -195,13 +212,19 @@ def _residual_stream(hidden_states: torch.Tensor, residual: torch.Tensor | None)
 
 
 class LlamaForCausalLM(LanguageModel):
-    """The decoder with its output head. Families set `layer_class`."""
+    """The decoder with its output head. Families set `layer_class`, and `model_class` if need be.
+
+    `is_plain`: the decoder is `LlamaModel` and its layers compute what `LlamaDecoderLayer` does, so
+    that kernels for whole layers may stand in for the modules.
+    """
 
     layer_class: type[nn.Module] = LlamaDecoderLayer
+    model_class: type[LlamaModel] = LlamaModel
+    is_plain: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.model = LlamaModel(config, self.layer_class)
+        self.model = self.model_class(config, self.layer_class)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.tie_to(self.model.embed_tokens)

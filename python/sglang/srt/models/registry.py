@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from sglang.srt.models import (
     deepseek_nextn,
     deepseek_v2,
+    gemma3,
     llama,
     llama_eagle,
     llama_eagle3,
+    mimo,
+    mimo_mtp,
     qwen2,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.eagle_draft import EagleDraftModel
 
-_MODULES = (deepseek_v2, llama, qwen2, qwen3, qwen3_moe)
-_DRAFT_MODULES = (deepseek_nextn, llama_eagle, llama_eagle3)
+_MODULES = (deepseek_v2, gemma3, llama, mimo, qwen2, qwen3, qwen3_moe, qwen3_next)
+_DRAFT_MODULES = (deepseek_nextn, llama_eagle, llama_eagle3, mimo_mtp)
 
 MODEL_CLASSES: dict[str, type[LanguageModel]] = {
     model_class.__name__: model_class for module in _MODULES for model_class in module.ENTRY_CLASSES

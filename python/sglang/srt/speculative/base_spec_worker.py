@@ -38,6 +38,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.base import VerifiedRows
 from sglang.srt.platforms import current_platform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.acceptance import (
@@ -65,7 +66,7 @@ from sglang.srt.speculative.eagle_utils import (
 )
 from sglang.srt.speculative.fixed_tensors import counting, filled
 from sglang.srt.speculative.spec_graph_runner import GraphKind, SpecGraphRunner
-from sglang.srt.speculative.spec_info import DraftShape
+from sglang.srt.speculative.spec_info import NO_TOKEN, DraftShape
 from sglang.srt.speculative.spec_step import TargetPass, Verified
 from sglang.srt.speculative.tree_attention import TreeAttention
 from sglang.srt.speculative.verify_sampling import (
@@ -77,9 +78,6 @@ from sglang.srt.speculative.verify_sampling import (
 )
 
 logger = logging.getLogger(__name__)
-
-# No token: what a draft that must not be accepted is compared as.
-_NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +173,8 @@ class BaseSpecWorker(ABC):
         next_ids: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        """Take note of a prefill step; arguments as in `Drafting.after_prefill`."""
+        """Take note of a prefill step. next_ids int64 [b]: what was sampled; features [n, ...]:
+        the target's hidden states."""
 
     @abstractmethod
     def _propose(self, batch: ScheduleBatch, drafted: DraftedRows, coins: Coins | None) -> Drafted:
@@ -202,25 +201,30 @@ class BaseSpecWorker(ABC):
         rows = forward_batch.req_pool_indices
         worker.last_token_ids[rows] = next_ids
         self.committed_lens[rows] = forward_batch.seq_lens
-        self._catch_up_prefill(batch, forward_batch, self._following_ids(batch, next_ids), features)
+        self._catch_up_prefill(batch, forward_batch, next_ids, features)
         result = GenerationBatchResult(
             next_token_ids=next_ids, logits_output=output, nan_rows=runner.nan_rows(output)
         )
         result.start_copy()
         return result
 
-    def _following_ids(self, batch: ScheduleBatch, next_ids: torch.Tensor) -> torch.Tensor:
-        """What follows each request's last token: in a chunk the prompt goes on."""
-        if not any(batch.chunked):
-            return next_ids
-        known = [
-            req.fill_ids[prefix + extend] if chunked else _NO_TOKEN
-            for req, prefix, extend, chunked in zip(
-                batch.reqs, batch.prefix_lens, batch.extend_lens, batch.chunked
-            )
-        ]
-        following = current_platform().to_device_async(torch.tensor(known, dtype=torch.int64))
-        return torch.where(following == _NO_TOKEN, next_ids, following)
+    @staticmethod
+    def _following_ids(batch: ScheduleBatch, next_ids: torch.Tensor, count: int) -> torch.Tensor:
+        """int64 [b, count]: what follows each request's last token, as far as it is known.
+
+        In a chunk the prompt goes on; else there is the sampled token alone. NO_TOKEN behind.
+        """
+        if count == 1 and not any(batch.chunked):
+            return next_ids.unsqueeze(1)
+        known = torch.full((len(batch.reqs), count), NO_TOKEN, dtype=torch.int64)
+        for index, req in enumerate(batch.reqs):
+            if batch.chunked[index]:
+                end = batch.prefix_lens[index] + batch.extend_lens[index]
+                ahead = req.fill_ids[end : end + count]
+                known[index, : len(ahead)] = torch.tensor(ahead)
+        following = current_platform().to_device_async(known)
+        first = torch.where(following[:, 0] == NO_TOKEN, next_ids, following[:, 0])
+        return torch.cat([first.unsqueeze(1), following[:, 1:]], dim=1)
 
     # -- decode ---------------------------------------------------------------------------------
 
@@ -364,9 +368,19 @@ class BaseSpecWorker(ABC):
     def commit(self, drafted: DraftedRows, verified: Verified) -> None:
         """See `SpecStep`."""
         accept, compaction = verified.accept, verified.compaction
+        runner = self.target_runner
+        runner.model.commit_verified(
+            runner.token_to_kv_pool,
+            VerifiedRows(
+                num_nodes=verified.output.next_token_logits.shape[0] // drafted.rows.shape[0],
+                rows=drafted.rows,
+                nodes=accept.accept_index,
+                lens=accept.accept_lens,
+                padding_row=runner.req_to_token_pool.padding_row,
+            ),
+        )
         if not self.shape.is_chain:
-            pool = self.target_runner.token_to_kv_pool
-            pool.move(compaction.from_slots, compaction.to_slots)
+            runner.token_to_kv_pool.move(compaction.from_slots, compaction.to_slots)
         path = extend_after_verify(
             accept, compaction, verified.output.hidden_states, drafted.committed_lens
         )

@@ -5,12 +5,13 @@ table, where drafting goes on from. Slots and rows are the target's: slot p of a
 target's KV and the draft's KV of position p, in buffers of their own. Decides nothing about
 acceptance. Scheduler thread only; collective over the TP ranks like every forward pass.
 
-Two kinds of draft:
+Kinds of draft:
 
 * `EagleDrafting`: entry p is made of token p + 1 and the target's hidden states of position p. The
   draft has always run one token further than the target, so its first proposal costs nothing.
 * `StandaloneDrafting`: a small language model; entry p is made of token p, and the first proposal
   costs a forward pass over the last known token.
+* `multi_layer_drafting`: like the first, with a layer and a runner of its own for each step.
 
 What a proposal writes behind the committed slots is scratch: catching up overwrites what counts.
 
@@ -21,14 +22,18 @@ What a proposal writes behind the committed slots is scratch: catching up overwr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from sglang.srt.configs.draft_config import stacked_mtp_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.dispatch import argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import draw, sampling_probs
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -74,6 +79,19 @@ class DraftedRows:
     bounds: list[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptState:
+    """What drafts that read further ahead must know of the requests of a prefill step.
+
+    `following_ids` int64 [b, `Drafting.lookahead`], on the device: what comes after each request's
+    last token, NO_TOKEN where it is unknown. `num_own`: slots right before those of the step that
+    earlier steps of the request wrote, and that are not the prefix cache's.
+    """
+
+    following_ids: torch.Tensor
+    num_own: list[int]
+
+
 class Drafting(ABC):
     """Forward passes of a draft model; see the module docstring."""
 
@@ -84,9 +102,19 @@ class Drafting(ABC):
         self.device = runner.device
 
     @property
+    def runners(self) -> tuple[ModelRunner, ...]:
+        """Those of all layers that are models of their own, in the order of the steps."""
+        return (self.model_runner,)
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after its own, at most, that an entry of the draft's KV is a function of."""
+        return 1
+
+    @property
     @abstractmethod
     def num_slots(self) -> int:
-        """Slots behind the committed ones that a proposal writes, per request."""
+        """Slots behind the committed ones that drafting writes, per request."""
 
     @abstractmethod
     def after_prefill(
@@ -94,11 +122,13 @@ class Drafting(ABC):
         batch: ForwardBatch,
         next_ids: torch.Tensor,
         features: torch.Tensor | None,
+        prompt: PromptState | None = None,
     ) -> None:
         """Run the target's prefill step `batch` through the draft.
 
         next_ids int64 [b]: what follows each request's last token: sampled, or the next token of
         the prompt in a chunk with more to come. features [n, ...]: the target's hidden states.
+        `prompt`: needed where `lookahead` is more than 1.
         """
 
     @abstractmethod
@@ -352,7 +382,11 @@ class EagleDrafting(Drafting):
         return self.shape.topk * (self.shape.num_steps - 1)
 
     def after_prefill(
-        self, batch: ForwardBatch, next_ids: torch.Tensor, features: torch.Tensor | None
+        self,
+        batch: ForwardBatch,
+        next_ids: torch.Tensor,
+        features: torch.Tensor | None,
+        prompt: PromptState | None = None,
     ) -> None:
         """See the base class."""
         if batch.extend_seq_lens is None or features is None:
@@ -431,7 +465,11 @@ class StandaloneDrafting(Drafting):
         return 1 + self.shape.topk * (self.shape.num_steps - 1)
 
     def after_prefill(
-        self, batch: ForwardBatch, next_ids: torch.Tensor, features: torch.Tensor | None
+        self,
+        batch: ForwardBatch,
+        next_ids: torch.Tensor,
+        features: torch.Tensor | None,
+        prompt: PromptState | None = None,
     ) -> None:
         """See the base class: the same tokens, no logits wanted."""
         self.model_runner.forward(
@@ -514,3 +552,18 @@ def catch_up_batch(
         extend_seq_lens_cpu=[d] * b,
         extend_prefix_lens_cpu=drafted.bounds,
     )
+
+
+def draft_kv(runners: Sequence[ModelRunner]) -> tuple[KVCache, ModelConfig]:
+    """The KV pool of all layers of a draft, and the configuration that it belongs to.
+
+    Raises ValueError where several runners have buffers that are not layers of one pool.
+    """
+    first = runners[0]
+    if len(runners) == 1:
+        return first.token_to_kv_pool, first.model_config
+    stack = first.token_to_kv_pool.stack
+    pools = [runner.token_to_kv_pool for runner in runners]
+    if stack is None or any(pool.stack is not stack for pool in pools):
+        raise ValueError(f"the KV of {len(runners)} draft layers does not lie in one pool")
+    return stack, stacked_mtp_config(first.model_config, stack.layer_num)

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWorker
 from sglang.srt.speculative.coins import Coins
-from sglang.srt.speculative.draft_runner import Drafted, DraftedRows, Drafting
+from sglang.srt.speculative.draft_runner import Drafted, DraftedRows, Drafting, PromptState
 from sglang.srt.speculative.eagle_info import DraftTree, EagleExtendInput
 from sglang.srt.speculative.spec_step import Verified
 
@@ -36,12 +36,17 @@ class DraftModelWorker(BaseSpecWorker):
 
     @property
     def model_runner(self) -> ModelRunner:
-        """The draft's runner, whose KV pool travels with the target's."""
+        """The draft's runner; of several layers that are models of their own, the first one's."""
         return self.drafting.model_runner
+
+    @property
+    def draft_runner_list(self) -> tuple[ModelRunner, ...]:
+        """Those of all layers, whose KV travels with the target's (`draft_runner.draft_kv`)."""
+        return self.drafting.runners
 
     def draft_fingerprint(self) -> str:
         """Content digest of the draft's weights, those that it shares with the target included."""
-        return self.model_runner.weights_fingerprint
+        return "+".join(runner.weights_fingerprint for runner in self.draft_runner_list)
 
     @property
     def num_draft_slots(self) -> int:
@@ -54,7 +59,8 @@ class DraftModelWorker(BaseSpecWorker):
     def register_hicache_layer_transfer_counter(self, counter: LayerLoadCounter) -> None:
         """See `TpModelWorker`; the draft's layers wait for theirs too."""
         super().register_hicache_layer_transfer_counter(counter)
-        self.model_runner.token_to_kv_pool.register_layer_transfer_counter(counter)
+        for runner in self.draft_runner_list:
+            runner.token_to_kv_pool.register_layer_transfer_counter(counter)
 
     def _catch_up_prefill(
         self,
@@ -63,7 +69,15 @@ class DraftModelWorker(BaseSpecWorker):
         next_ids: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        self.drafting.after_prefill(forward_batch, next_ids, features)
+        lookahead, prompt = self.drafting.lookahead, None
+        following_ids = self._following_ids(batch, next_ids, lookahead)
+        if lookahead > 1:
+            lens = zip(batch.reqs, batch.prefix_lens)
+            prompt = PromptState(
+                following_ids=following_ids,
+                num_own=[prefix_len - req.cache_protected_len for req, prefix_len in lens],
+            )
+        self.drafting.after_prefill(forward_batch, following_ids[:, 0], features, prompt)
 
     def _propose(self, batch: ScheduleBatch, drafted: DraftedRows, coins: Coins | None) -> Drafted:
         return self.drafting.propose(drafted, coins, batch.sampling_info)

@@ -20,8 +20,13 @@ class EagleDraftWorker:
 
     @property
     def draft_runner(self) -> ModelRunner:
-        """The draft's model runner."""
+        """The draft's model runner; of several layers the first one's."""
         return self.drafting.model_runner
+
+    @property
+    def draft_runner_list(self) -> tuple[ModelRunner, ...]:
+        """Those of all layers that are models of their own."""
+        return self.drafting.runners
 
 
 class EAGLEWorkerV2(DraftModelWorker):

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+# No token: what a draft that must not be accepted is compared as; a token not known yet.
+NO_TOKEN = -1
+
 
 class DraftFeatures(Enum):
     """Which hidden states of the target a draft reads."""

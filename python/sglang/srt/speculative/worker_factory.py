@@ -16,15 +16,20 @@ from pathlib import Path
 import torch
 
 from sglang.srt.configs.draft_config import (
-    NEXTN_ARCHITECTURE,
+    check_own_draft,
+    is_mtp_draft,
+    mtp_layer_configs,
     read_draft_config,
     read_eagle_config,
+    stacked_mtp_config,
 )
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.cuda_graph_runner import capture_batch_sizes
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.kv_pools import KVPoolShape, make_kv_pool
 from sglang.srt.model_executor.model_runner import (
     DEFAULT_GRAPH_MAX_BS,
     ModelRunner,
@@ -40,6 +45,7 @@ from sglang.srt.speculative.base_spec_worker import AcceptanceRule, BaseSpecWork
 from sglang.srt.speculative.draft_runner import Drafting, EagleDrafting, StandaloneDrafting
 from sglang.srt.speculative.eagle_worker import DraftModelWorker, EAGLEWorker, StandaloneWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.srt.speculative.multi_layer_drafting import MultiLayerDrafting
 from sglang.srt.speculative.ngram_cache import NgramCache, NgramOptions, read_corpus
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from sglang.srt.speculative.spec_graph_runner import DEFAULT_MAX_TOKENS
@@ -73,6 +79,7 @@ class SpecSettings:
     draft_model_path: str | None = None
     draft_load_format: str = "auto"
     overlap: bool = False  # the host reads outcomes one step late
+    multi_layer: bool = False  # each step of a chain by a layer of its own
     ngram: NgramOptions | None = None  # NGRAM only
     ngram_corpus: NgramCorpus | None = None
 
@@ -81,9 +88,14 @@ class SpecSettings:
 class DraftPlan:
     """A draft model that is to be loaded beside a target. Sizes are of one rank."""
 
-    config: ModelConfig
+    configs: tuple[ModelConfig, ...]  # one a runner: several where each layer is a model
     token_bytes: int
     weight_bytes: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """That of the first runner."""
+        return self.configs[0]
 
 
 def plan_draft(
@@ -107,15 +119,15 @@ def plan_draft(
         config = _read_standalone_config(path, target)
     else:
         config = read_draft_config(path, target, tp_size=tp_size)
-        if path == target.model_path and NEXTN_ARCHITECTURE not in config.architectures:
-            raise ModelConfigError(
-                f"{path} has no layers that predict further tokens: "
-                "--speculative-draft-model-path must name a draft"
-            )
+        if path == target.model_path:
+            check_own_draft(config)
+    configs: tuple[ModelConfig, ...] = (config,)
+    if settings.multi_layer:
+        configs = mtp_layer_configs(config, settings.shape.num_steps)
     return DraftPlan(
-        config=config,
-        token_bytes=kv_bytes_per_token(config, tp_size, kv_dtype),
-        weight_bytes=_weight_bytes(path, config),
+        configs=configs,
+        token_bytes=sum(kv_bytes_per_token(each, tp_size, kv_dtype) for each in configs),
+        weight_bytes=sum(_weight_bytes(path, each) for each in configs),
     )
 
 
@@ -131,13 +143,18 @@ def _read_standalone_config(path: str, target: ModelConfig) -> ModelConfig:
             f"the draft {path} cannot be used: it has positions for {config.context_len} tokens, "
             f"the target's context is {target.context_len}"
         )
+    if config.linear_attention is not None:
+        raise ModelConfigError(
+            f"the draft {path} cannot be used: it has recurrent states, which cannot go back to "
+            "where the target has rejected it"
+        )
     return dataclasses.replace(config, context_len=target.context_len)
 
 
 def _weight_bytes(path: str, config: ModelConfig) -> int:
     """What the weights will take, by the files: half-precision files may be widened."""
     itemsize = getattr(torch, config.dtype).itemsize
-    if NEXTN_ARCHITECTURE in config.architectures:
+    if is_mtp_draft(config):
         return _own_parameters(config) * itemsize  # the files are the target's as well
     folder = Path(path)
     files = list(folder.iterdir()) if folder.is_dir() else [folder]
@@ -157,6 +174,8 @@ def draft_positions(settings: SpecSettings) -> int:
     """Columns that proposals may touch behind the context, with one step in flight."""
     shape = settings.shape
     slots = max(shape.num_draft_tokens, 1 + shape.topk * (shape.num_steps - 1))
+    if settings.multi_layer:
+        slots = shape.max_accept_len + shape.num_steps
     return shape.max_accept_len + slots
 
 
@@ -184,31 +203,12 @@ def _make_draft_model_worker(
     if plan is None:
         raise ModelConfigError(f"{settings.algorithm.name} needs a draft model")
     target = target_worker.model_runner
-    runner = ModelRunner(
-        plan.config,
-        dataclasses.replace(
-            runner_config,
-            load_format=settings.draft_load_format,
-            # Draft steps are part of the worker's own graphs and read hidden states.
-            disable_cuda_graph=True,
-            use_decode_runner=settings.algorithm is SpeculativeAlgorithm.STANDALONE,
-            warm_up_tokens=0,
-            keep_released_weights=runner_config.keep_released_draft_weights,
-            draft_token_bytes=0,
-            draft_weight_bytes=0,
-            draft_positions=0,
-        ),
-        SharedMemoryPool(
-            req_to_token_pool=target.req_to_token_pool,
-            token_to_kv_pool_allocator=target.token_to_kv_pool_allocator,
-        ),
-        after_load=lambda model: _share_with_target(model, target.model),
-    )
+    runners = _draft_runners(settings, plan, target, runner_config)
     max_position = target.model_config.context_len - 1
     traits = settings.algorithm.traits
     drafting: Drafting
     if traits.features is DraftFeatures.NONE:
-        drafting = StandaloneDrafting(runner, settings.shape, max_position)
+        drafting = StandaloneDrafting(runners[0], settings.shape, max_position)
         return _worker_class(settings)(
             target_worker, drafting, settings.rule, CaptureHiddenMode.NULL
         )
@@ -216,10 +216,61 @@ def _make_draft_model_worker(
     if layers is not None:
         target_model: LanguageModel = target.model
         target_model.set_eagle3_layers_to_capture(layers)
-    drafting = EagleDrafting(
-        runner, settings.shape, max_position, draws=settings.rule.use_rejection_sampling
-    )
+    if settings.multi_layer:
+        drafting = MultiLayerDrafting(runners, settings.shape, max_position)
+    else:
+        drafting = EagleDrafting(
+            runners[0], settings.shape, max_position, draws=settings.rule.use_rejection_sampling
+        )
     return _worker_class(settings)(target_worker, drafting, settings.rule, CaptureHiddenMode.FULL)
+
+
+def _draft_runners(
+    settings: SpecSettings, plan: DraftPlan, target: ModelRunner, runner_config: RunnerConfig
+) -> list[ModelRunner]:
+    """One for each configuration. KV of several lies in one pool, which travels as one."""
+    config = dataclasses.replace(
+        runner_config,
+        load_format=settings.draft_load_format,
+        # Draft steps are part of the worker's own graphs and read hidden states.
+        disable_cuda_graph=True,
+        use_decode_runner=settings.algorithm is SpeculativeAlgorithm.STANDALONE,
+        warm_up_tokens=0,
+        keep_released_weights=runner_config.keep_released_draft_weights,
+        draft_token_bytes=0,
+        draft_weight_bytes=0,
+        draft_positions=0,
+    )
+    pools: list[KVCache | None] = [None]
+    if len(plan.configs) > 1:
+        stack = _stacked_kv_pool(plan, target, runner_config)
+        pools = [stack.layer_view(layer) for layer in range(stack.layer_num)]
+    return [
+        ModelRunner(
+            layer_config,
+            config,
+            SharedMemoryPool(
+                req_to_token_pool=target.req_to_token_pool,
+                token_to_kv_pool_allocator=target.token_to_kv_pool_allocator,
+                kv_pool=pool,
+            ),
+            after_load=lambda model: _share_with_target(model, target.model),
+        )
+        for layer_config, pool in zip(plan.configs, pools, strict=True)
+    ]
+
+
+def _stacked_kv_pool(plan: DraftPlan, target: ModelRunner, runner_config: RunnerConfig) -> KVCache:
+    saver = runner_config.memory_saver
+    shape = KVPoolShape(
+        num_tokens=target.max_total_num_tokens,
+        page_size=runner_config.page_size,
+        dtype=target.kv_dtype,
+        tp_size=target.tp.size,
+    )
+    config = stacked_mtp_config(plan.config, len(plan.configs))
+    allocate = saver.kv_allocator() if saver is not None else None
+    return make_kv_pool(config, shape, target.device, allocate)
 
 
 def _make_ngram_worker(

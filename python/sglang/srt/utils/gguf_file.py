@@ -23,8 +23,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from sglang.srt.utils.gguf_reader import TYPE_NAMES, GgufReader
+from sglang.srt.utils.sentencepiece_bpe import build_sentencepiece_bpe
 
 ARCHITECTURES = {
+    "gemma3": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -46,6 +48,9 @@ _LLAMA3_WORDS = _WORDS % r"\p{N}{1,3}"
 # Every published Llama 3.x checkpoint scales its rotary frequencies with these three values; a
 # GGUF file keeps only the table that results from them.
 _LLAMA3_LOW_FREQ, _LLAMA3_HIGH_FREQ, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+
+# The one Gemma 3 size whose attention scores are not scaled by the size of a head.
+_GEMMA3_27B_LAYERS = 62
 
 
 class UnsupportedGgufError(ValueError):
@@ -122,7 +127,29 @@ class GgufFile:
             "torch_dtype": self._dtype(),
         }
         config.update(self._special_ids())
+        if self.architecture == "gemma3":
+            self._to_gemma3(config, rope)
         return config
+
+    def _to_gemma3(self, config: dict[str, Any], rope: dict[str, Any]) -> None:
+        """Give `config` the family's own keys; what a file leaves out is the family's default."""
+        num_layers, hidden_size = config["num_hidden_layers"], config["hidden_size"]
+        # The largest model alone scales its scores by another size than the head's.
+        is_largest = num_layers == _GEMMA3_27B_LAYERS
+        scalar = hidden_size // self.num_heads if is_largest else self.head_dim
+        del config["rope_parameters"]
+        config |= {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": int(self.arch_value("attention.sliding_window")),
+            "sliding_window_pattern": int(self.arch_value("attention.sliding_window_pattern", 6)),
+            "query_pre_attn_scalar": scalar,
+            "rope_local_base_freq": float(self.arch_value("rope.freq_base_swa", 10000.0)),
+            "rope_scaling": None
+            if rope["rope_type"] == "default"
+            else {"rope_type": rope["rope_type"], "factor": rope["factor"]},
+        }
+        del config["hidden_act"]
 
     def generation_config(self) -> dict[str, Any]:
         """Return the content of ``generation_config.json``."""
@@ -136,16 +163,34 @@ class GgufFile:
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer that ``tokenizer.json`` describes.
 
-        Raises ``UnsupportedGgufError`` for tokenizers that are not byte-level BPE: their merges
-        are not in the file.
+        Raises ``UnsupportedGgufError`` for tokenizers that are neither byte-level BPE nor
+        SentencePiece BPE that adds no space in front.
         """
         kind = self.value("tokenizer.ggml.model")
-        if kind != "gpt2":
-            raise UnsupportedGgufError(
-                f"{self.path.name}: tokenizer of kind {kind!r} cannot be rebuilt (only byte-level "
-                "BPE can); give a folder with a tokenizer.json as --tokenizer-path"
-            )
         tokens: list[str] = self.value("tokenizer.ggml.tokens")
+        if kind == "gpt2":
+            tokenizer = self._byte_level_tokenizer(tokens)
+        elif kind == "llama" and not self.value("tokenizer.ggml.add_space_prefix", True):
+            tokenizer = build_sentencepiece_bpe(
+                tokens,
+                self.value("tokenizer.ggml.scores"),
+                self.value("tokenizer.ggml.token_type"),
+                tokens[int(self.value("tokenizer.ggml.unknown_token_id"))],
+            )
+        else:
+            raise UnsupportedGgufError(
+                f"{self.path.name}: tokenizer of kind {kind!r} cannot be rebuilt; give a folder "
+                "with a tokenizer.json as --tokenizer-path"
+            )
+        bos_id = self._special_ids().get("bos_token_id")
+        if self._adds_bos() and bos_id is not None:
+            bos = tokens[bos_id]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+            )
+        return tokenizer
+
+    def _byte_level_tokenizer(self, tokens: list[str]) -> Tokenizer:
         types: list[int] = self.value("tokenizer.ggml.token_type", [1] * len(tokens))
         merges = [tuple(merge.split(" ")) for merge in self.value("tokenizer.ggml.merges", [])]
         vocab = {token: token_id for token_id, token in enumerate(tokens)}
@@ -157,12 +202,6 @@ class GgufFile:
                 tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
             elif kind_of_token == _USER_DEFINED_TOKEN:
                 tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-        bos_id = self._special_ids().get("bos_token_id")
-        if self._adds_bos() and bos_id is not None:
-            bos = tokens[bos_id]
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
-            )
         return tokenizer
 
     def tokenizer_config(self) -> dict[str, Any]:

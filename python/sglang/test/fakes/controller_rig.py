@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
     PoolEntry,
 )
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey
-from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_transfer import PageRule, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage_threads import PrefetchOperation, StorageOperation
 from sglang.srt.platforms.cpu import CpuPlatform
 from sglang.test.fakes.fake_kv import FakeKV
@@ -156,6 +156,7 @@ class ControllerRig:
         host_pages: int = 16,
         layer_num: int = 3,
         draft_layers: int | None = None,
+        window_pages: int | None = None,
         store: MemoryStore | None = None,
         **options: Any,
     ) -> None:
@@ -168,6 +169,23 @@ class ControllerRig:
         self.group = HostPoolGroup(
             PoolEntry(name=PoolName.KV, host_pool=self.host, device_pool=self.kv), "direct"
         )
+        # A pool with slots of its own of which a prefix needs only its last pages.
+        self.window_kv: FakeKV | None = None
+        self.window_host: MHATokenToKVPoolHost | None = None
+        if window_pages is not None:
+            self.window_kv = FakeKV(2 * window_pages * page_size, page_size, 1)
+            self.window_host = MHATokenToKVPoolHost(
+                self.window_kv, self.window_kv.size, "page_first"
+            )
+            self.group.add(
+                PoolEntry(
+                    name=PoolName.SWA,
+                    host_pool=self.window_host,
+                    device_pool=self.window_kv,
+                    share_indices_with_anchor=False,
+                    rule=PageRule(trailing=window_pages),
+                )
+            )
         self.store = store or MemoryStore()
         self.controller = HiCacheController(
             self.allocator,

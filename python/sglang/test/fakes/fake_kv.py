@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.allocator import create_token_to_kv_pool_allocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     CacheInitParams,
+    EvictParams,
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -150,6 +151,7 @@ class FakeEngine:
         disable: bool = False,
         is_eagle: bool = False,
         weights_fingerprint: str | None = None,
+        lookahead: int | None = None,
     ) -> None:
         self.page_size = page_size
         self.kv = FakeKV(size, page_size)
@@ -165,6 +167,7 @@ class FakeEngine:
                 disable=disable,
                 eviction_policy=eviction_policy,
                 is_eagle=is_eagle,
+                lookahead=lookahead,
                 weights_fingerprint=weights_fingerprint,
             )
         )
@@ -229,9 +232,11 @@ class FakeEngine:
     def _alloc(self, start: int, end: int, last_loc: int) -> torch.Tensor | None:
         page = self.page_size
         need = (-(-end // page) + start // -page) * page
-        shortfall = need - self.allocator.available_size()
-        if shortfall > 0:
-            self.tree.evict(shortfall)
+        shortfall = max(0, need - self.allocator.available_size())
+        free_swa = self.allocator.available_swa_size()
+        missing_swa = 0 if free_swa is None else max(0, need - free_swa)
+        if shortfall or missing_swa:
+            self.tree.evict(EvictParams(num_tokens=shortfall, num_swa_tokens=missing_swa))
         return self.allocator.alloc_extend([start], [end], [last_loc])
 
     def finish(self, req: FakeReq, is_insert: bool = True) -> None:

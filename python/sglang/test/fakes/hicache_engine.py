@@ -25,14 +25,22 @@ from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup, MHATokenToKVPoolHost, PoolEntry
+from sglang.srt.mem_cache.memory_pool_host import (
+    HostPoolGroup,
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    PoolEntry,
+)
 from sglang.srt.mem_cache.page_key import CacheIdentity
-from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.pool_transfer import PageRule, PoolName
 from sglang.srt.mem_cache.tree_components.base import ComponentType, TreeNode
 from sglang.srt.platforms.cpu import CpuPlatform
 from sglang.test.fakes.controller_rig import MemoryStore
 from sglang.test.fakes.fake_kv import FakeEngine, FakeKV, FakeReq, prefix_checksums
+from sglang.test.fakes.fake_states import FakeStates
+from sglang.test.fakes.fake_windows import FakeWindows
 from sglang.test.fakes.stepped_controller import SteppedController
 
 TreeFactory = Callable[[CacheInitParams], HiCacheTreeBase]
@@ -103,6 +111,10 @@ class HiCacheEngine(FakeEngine):
         enable_kv_cache_events: bool = False,
         eviction_policy: str = "lru",
         num_states: int = 0,
+        num_host_states: int | None = None,
+        window: int = 0,
+        num_window_rows: int = 0,
+        num_host_window_rows: int = 0,
         **hicache: Any,
     ) -> None:
         self.page_size = page_size
@@ -118,22 +130,29 @@ class HiCacheEngine(FakeEngine):
             PoolEntry(name=PoolName.KV, host_pool=self.host, device_pool=self.kv), "direct"
         )
         # Recurrent states, one slot each, as many on the host; 0: the model has none.
-        self.states: CachedFakeKV | None = None
+        self.states: FakeStates | None = None
         self.state_allocator = None
         if num_states:
-            self.states = CachedFakeKV(num_states, 1)
+            self.states = FakeStates(num_states)
             self.state_allocator = create_token_to_kv_pool_allocator(
-                num_states, 1, torch.int64, "cpu", self.states
+                num_states, 1, torch.int64, "cpu", self.kv
             )
-            self.state_host = MHATokenToKVPoolHost(self.states, num_states, "page_first")
+            self.state_host = MambaPoolHost(self.states, num_host_states or num_states)
             group.add(
                 PoolEntry(
                     name=PoolName.MAMBA,
                     host_pool=self.state_host,
                     device_pool=self.states,
                     share_indices_with_anchor=False,
+                    rule=PageRule(trailing=1),
                 )
             )
+        # Layers with a sliding window beside the others; 0: the model has none.
+        self.windows: FakeWindows | None = None
+        if window:
+            self.windows = FakeWindows(self.kv, num_window_rows, num_host_window_rows, window)
+            self.allocator = self.windows.allocator
+            group.add(self.windows.entry())
         # Copies and storage move when told to, unless a test wants real threads.
         self.any_controller = controller_class(
             self.allocator,
@@ -179,9 +198,12 @@ class HiCacheEngine(FakeEngine):
         if self.states is None or self.state_allocator is None:
             return None
         slot = self.state_allocator.alloc(1)
+        if slot is None and isinstance(self.tree, MambaRadixCache):
+            self.tree.free_state_slots(1)
+            slot = self.state_allocator.alloc(1)
         if slot is not None:
-            self.states.write_prefix(
-                slot, req.all_ids, num_tokens - 1, req.extra_key, req.kv_fingerprint
+            self.states.write_state(
+                slot, req.all_ids[:num_tokens], req.extra_key, req.kv_fingerprint
             )
         return slot
 
@@ -193,12 +215,7 @@ class HiCacheEngine(FakeEngine):
         assert req.last_node is not None
         slot = req.last_node.data[ComponentType.MAMBA].value
         assert slot is not None, f"{req.last_node!r} has no state to begin with"
-        for layer in range(self.states.layer_num):
-            want = _checksums(
-                tuple(req.all_ids[:num_tokens]), req.extra_key, req.kv_fingerprint, layer
-            )
-            got = self.states.get_key_buffer(layer)[slot].flatten()
-            assert torch.equal(got, want[-1:]), f"state of {req.rid} after {num_tokens} tokens"
+        self.states.verify_state(slot, req.all_ids[:num_tokens], req.extra_key, req.kv_fingerprint)
 
     @property
     def controller(self) -> SteppedController:
@@ -287,12 +304,26 @@ class HiCacheEngine(FakeEngine):
             self.controller.set_consumer(req.consumer_index)
             for layer in range(self.kv.layer_num):
                 self.kv.get_key_buffer(layer)  # waits, as attention does
+            if self.windows is not None:
+                for layer in range(self.windows.rows.layer_num):
+                    self.windows.rows.get_key_buffer(layer)
             self.controller.set_consumer(-1)
             while self.controller.load_engine.step():
                 pass  # an earlier batch's load is older on the same stream
             req.is_loading = False
             self._verify_state(req)
-        return super().extend(req, num_tokens, over_allocate)
+        if self.windows is None:
+            return super().extend(req, num_tokens, over_allocate)
+        assert req.req_pool_idx is not None
+        self.tree.release_out_of_window(self.running)
+        done = req.kv_committed_len
+        if done and num_tokens:
+            self.windows.verify(req, self.req_pool.read(req.req_pool_idx, 0, done))
+        if not super().extend(req, num_tokens, over_allocate):
+            return False
+        slots = self.req_pool.read(req.req_pool_idx, done, req.kv_committed_len)
+        self.windows.compute(req, slots, done)
+        return True
 
     def serve(
         self, token_ids: Sequence[int], extra_key: str | None = None, rid: str = "run"
@@ -352,13 +383,13 @@ class HiCacheEngine(FakeEngine):
             if not req.is_loading:
                 slots = self.req_pool.read(req.req_pool_idx, 0, req.kv_committed_len)
                 self.kv.verify_prefix(slots, req.all_ids, req.extra_key, req.kv_fingerprint)
+                if self.windows is not None:
+                    self.windows.verify(req, slots)
         assert self.req_pool.available_size() == self.req_pool.size - len(self.running)
         if self.state_allocator is not None:
             states = [node.data[ComponentType.MAMBA] for node in self.tree.iter_nodes()]
             on_device = sum(data.value is not None for data in states)
             assert self.state_allocator.available_size() + on_device == self.state_allocator.size
-            on_host = sum(data.host_value is not None for data in states)
-            assert self.state_host.available_size() + on_host == self.state_host.size
 
     def check_host(self) -> None:
         """Compare every settled host copy with what its tokens should give."""
@@ -377,17 +408,37 @@ class HiCacheEngine(FakeEngine):
             end += len(units)
             current = current.parent
         fingerprint, namespace = node.key.namespace
+        state = node.data[ComponentType.MAMBA].host_value if self.states is not None else None
+        if self.states is not None and state is not None:
+            want_bytes = self.states.page_bytes(tokens, namespace, fingerprint)
+            got_bytes = b"".join(bytes(part) for part in self.state_host.page_buffers(int(state)))
+            assert got_bytes == want_bytes, f"host state of {node!r} is wrong"
         host_value = node.host_value
         assert host_value is not None
         start = end - len(node.key)
-        for layer in range(self.kv.layer_num):
+        rows = node.data[ComponentType.SWA].host_value if self.windows is not None else None
+        if self.windows is not None and rows is not None:
+            self._verify_host_pages(node, self.windows.host, rows, tokens, start)
+        self._verify_host_pages(node, self.host, host_value, tokens, start)
+
+    def _verify_host_pages(
+        self,
+        node: TreeNode,
+        host: MHATokenToKVPoolHost,
+        host_value: torch.Tensor,
+        tokens: list[int],
+        start: int,
+    ) -> None:
+        fingerprint, namespace = node.key.namespace
+        num_layers = host.layer_num
+        for layer in range(num_layers):
             want = _checksums(tuple(tokens), namespace, fingerprint, layer)[start:]
             pages = [
-                self.host.get_data_page(int(index), flat=False)
+                host.get_data_page(int(index), flat=False)
                 for index in host_value[:: self.page_size]
             ]
             # page_first: [layer, kv, token, head, dim]
-            got = torch.cat([page.reshape(self.kv.layer_num, 2, -1)[layer, 0] for page in pages])
+            got = torch.cat([page.reshape(num_layers, 2, -1)[layer, 0] for page in pages])
             assert torch.equal(got.flatten(), want), f"host content of {node!r} is wrong"
 
     def dump(self) -> list[tuple[Any, ...]]:
@@ -405,6 +456,7 @@ class HiCacheEngine(FakeEngine):
                 node.write_through_pending_id is None,
                 node.storage_op_id,
                 node.unstored_from,
+                [(d.value is None, d.host_value is None, d.host_lock_ref) for d in node.data[1:]],
             )
             for node in sorted(self.tree.iter_nodes())
         ]

@@ -20,6 +20,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import StorageError
 from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.tree_components.base import ComponentType
 from sglang.test.fakes.fault_store import Fault, FaultStore
 from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq, TreeFactory
 
@@ -90,7 +91,12 @@ class ModelConfig:
     host_pages: int = 24
     with_faults: bool = True
     eviction_policy: str = "lru"
-    num_states: int = 0  # recurrent states; such a cache has no storage
+    num_states: int = 0  # recurrent states; 0: a model without
+    num_host_states: int | None = None  # None: as many
+    window: int = 0  # tokens that some layers look back on; 0: a model without
+    window_pages: int = 0  # of those layers; and on the host
+    host_window_pages: int = 0
+    forget_weight: float = 0.8  # how often only storage is left with what nobody uses
 
 
 class HiCacheModel:
@@ -111,8 +117,9 @@ class HiCacheModel:
         self.num_reused = 0
         self.counts: Counter[str] = Counter()  # of what the first rank's tree reports
         self._next_rid = 0
+        self._prompts: list[list[int]] = []
         self._fingerprint = "w0"
-        self._is_attached = config.num_states == 0
+        self._is_attached = True
 
     def _make_engine(self, rank: int, seed: int) -> HiCacheEngine:
         config, page = self.config, self.config.page_size
@@ -138,7 +145,10 @@ class HiCacheModel:
             eviction_policy=config.eviction_policy,
             metrics=self._count if rank == 0 else _ignore,
             num_states=config.num_states,
-            storage_backend=None if config.num_states else "memory",
+            num_host_states=config.num_host_states,
+            window=config.window,
+            num_window_rows=config.window_pages * page,
+            num_host_window_rows=config.host_window_pages * page,
         )
 
     def _count(self, name: str, amount: float) -> None:
@@ -159,7 +169,7 @@ class HiCacheModel:
             (self.move, 14),
             (self.evict, 2),
             (self.evict_host, 1),
-            (self.forget, 0.8),
+            (self.forget, self.config.forget_weight),
             (self.pass_time, 3),
             (self.reset, 0.4),
             (self.attach_or_detach, 0.5),
@@ -225,16 +235,39 @@ class HiCacheModel:
             assert all(node.lock_ref == 0 for node in tree.iter_nodes())
             in_tree = sum(len(node.key) for node in tree.iter_nodes() if node.backuped)
             assert host.available_size() + in_tree == host.size
+            if engine.windows is not None:
+                rows = [node.data[ComponentType.SWA].host_value for node in tree.iter_nodes()]
+                num_rows = sum(len(of_node) for of_node in rows if of_node is not None)
+                windows = engine.windows.host
+                assert windows.available_size() + num_rows == windows.size
+                assert tree.swa_protected_size() == 0
         self.reset()
         for engine in self.engines:
             assert engine.allocator.available_size() == engine.allocator.size
+            if engine.windows is not None:
+                allocator = engine.windows.allocator
+                assert allocator.available_swa_size() == allocator.size_swa
         if self._pool is not None:
             self._pool.shutdown()
 
     # -- the scheduler's actions -------------------------------------------------------------------
 
     def _prompt(self) -> list[int]:
-        """A path through a small forest, so that prompts share beginnings."""
+        """A path through a small forest, so that prompts share beginnings.
+
+        With recurrent states most continue an earlier one: elsewhere there is nothing to reuse.
+        """
+        has_ends = self.config.num_states or self.config.window
+        if has_ends and self._prompts and self.rng.random() < 0.7:
+            earlier = self.rng.choice(self._prompts[-6:])
+            extended = earlier + [self.rng.randrange(2) for _ in range(self.rng.randint(1, 3))]
+            prompt = extended[: 9 * self.config.page_size]
+        else:
+            prompt = self._fresh_prompt()
+        self._prompts.append(prompt)
+        return prompt
+
+    def _fresh_prompt(self) -> list[int]:
         page, rng = self.config.page_size, self.rng
         num_tokens = rng.randint(1, 9 * page)
         tokens: list[int] = []
@@ -436,7 +469,7 @@ class HiCacheModel:
             assert engine.allocator.available_size() == engine.allocator.size
 
     def attach_or_detach(self) -> None:
-        if self.config.num_states or (self._is_attached and self.rng.random() < 0.7):
+        if self._is_attached and self.rng.random() < 0.7:
             return  # attached most of the time
         self._abort_everything()
         if self._is_attached:

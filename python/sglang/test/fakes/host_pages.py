@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+)
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.page_key import PageHash
@@ -104,7 +108,7 @@ def make_file_store(
     return store
 
 
-def put(store: HiCacheFile, pool: HostKVCache, seeds: Sequence[int | str]) -> list[bool]:
+def put(store: HiCacheStorage, pool: HostKVCache, seeds: Sequence[int | str]) -> list[bool]:
     """Fill the first pages with the seeds' content and write them under the seeds' hashes."""
     for page, seed in enumerate(seeds):
         fill_page(pool, page, seed)
@@ -112,7 +116,7 @@ def put(store: HiCacheFile, pool: HostKVCache, seeds: Sequence[int | str]) -> li
     return store.batch_set_v2([transfer(pool, range(len(seeds)), keys)])[PoolName.KV]
 
 
-def get(store: HiCacheFile, pool: HostKVCache, seeds: Sequence[int | str]) -> list[bool]:
+def get(store: HiCacheStorage, pool: HostKVCache, seeds: Sequence[int | str]) -> list[bool]:
     """Read the seeds' pages into the first pages; True only where the bytes are right as well."""
     for page in range(len(seeds)):
         fill_page(pool, page, "stale")

@@ -50,7 +50,12 @@ class MiniRunner:
         self.kv_pool = make_kv_pool(
             config,
             KVPoolShape(
-                num_tokens=num_pages * page_size, page_size=page_size, dtype=dtype, tp_size=tp_size
+                num_tokens=num_pages * page_size,
+                page_size=page_size,
+                dtype=dtype,
+                tp_size=tp_size,
+                num_snapshots=4,
+                num_rows=self.req_to_token_pool.num_rows,
             ),
             device,
         )

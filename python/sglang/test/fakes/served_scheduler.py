@@ -33,7 +33,9 @@ from sglang.srt.managers.request_receiver import RequestReceiver
 from sglang.srt.managers.scheduler_process import make_scheduler
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
-from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.memory_pool_host import PoolEntry
+from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.tree_components.base import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 from sglang.srt.utils.wakeup import Wakeup
@@ -239,20 +241,34 @@ class ServedScheduler:
         }
 
     def device_kv(self, prompt: Sequence[int], extra_key: str | None = None) -> PoolRows:
-        """KV of the part of a prompt that the device has now, of every pool.
+        """KV of the part of a prompt that the device has now, of every pool with these slots.
 
         Copies, by pool: [buffers (K and V), layers, tokens, heads, head_dim].
         """
         key = self.tree.make_key(list(prompt), extra_key)
         slots = self.tree.match_prefix(MatchPrefixParams(key=key)).device_indices
         return {
-            name: torch.stack([buffer[:, slots] for buffer in pool.buffers()])
-            for name, pool in self._device_pools().items()
+            str(entry.name): torch.stack([b[:, slots] for b in entry.device_pool.buffers()])
+            for entry in self._device_pools()
+            if entry not in self.tree.cache_controller.host_pools.own_slot_entries
         }
 
-    def _device_pools(self) -> dict[str, KVCache]:
-        entries = self.tree.cache_controller.host_pools.entries
-        return {str(entry.name): entry.device_pool for entry in entries}
+    def device_state(self, prompt: Sequence[int]) -> tuple[int, list[torch.Tensor]]:
+        """The recurrent state where a prompt's match on the device ends; there must be one.
+
+        Returns the tokens before it and copies of its buffers, [layers, ...] each.
+        """
+        match = self.tree.match_prefix(MatchPrefixParams(key=self.tree.make_key(list(prompt))))
+        entry = self.tree.cache_controller.host_pools.get(PoolName.MAMBA)
+        node = match.last_device_node
+        assert entry is not None and node is not None
+        slot = node.data[ComponentType.MAMBA].value
+        assert slot is not None and len(slot) == 1
+        states = [buffer[:, int(slot)].clone() for buffer in entry.device_pool.buffers()]
+        return len(match.device_indices), states
+
+    def _device_pools(self) -> tuple[PoolEntry, ...]:
+        return self.tree.cache_controller.host_pools.entries
 
     # -- making things happen -------------------------------------------------------------------
 
@@ -263,10 +279,10 @@ class ServedScheduler:
         self.settle()
         allocator = self.scheduler.token_to_kv_pool_allocator
         assert allocator.available_size() == allocator.size
-        for pool in self._device_pools().values():
+        for entry in self._device_pools():
             # The dummy page is read by padding and must stay finite.
-            for buffer in pool.buffers():
-                buffer[:, pool.page_size :] = float("nan")
+            for buffer in entry.device_pool.buffers():
+                buffer[:, entry.host_pool.page_size :] = float("nan")
 
     def flush(self) -> None:
         """Empty device and host once storage has everything, and overwrite what the host had."""

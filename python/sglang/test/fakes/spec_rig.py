@@ -45,13 +45,15 @@ class TinyPair:
     drafts: dict[str, Path]
 
     @classmethod
-    def make(cls, root: Path) -> TinyPair:
+    def make(cls, root: Path, family: str = "llama") -> TinyPair:
         """Write the folders. The draft of STANDALONE is the target with some noise."""
-        target = make_tiny_checkpoint(root / "target", num_hidden_layers=NUM_LAYERS)
+        target = make_tiny_checkpoint(root / "target", family, num_hidden_layers=NUM_LAYERS)
         drafts = {
             "EAGLE3": make_tiny_draft(root / "eagle3", eagle_config=_FEATURES),
             "EAGLE": make_tiny_draft(root / "eagle", EAGLE_ARCHITECTURE),
-            "STANDALONE": make_tiny_checkpoint(root / "standalone", num_hidden_layers=NUM_LAYERS),
+            "STANDALONE": make_tiny_checkpoint(
+                root / "standalone", family, num_hidden_layers=NUM_LAYERS
+            ),
         }
         weights = load_file(str(target / "model.safetensors"))
         generator = torch.Generator().manual_seed(5)
@@ -161,6 +163,22 @@ class Oracle:
             parents.append(parent)
             depths.append(depths[parent] + 1)
         return ids, parents
+
+
+class Proposals:
+    """Records what is proposed, by request and number of tokens committed."""
+
+    def __init__(self, worker: BaseSpecWorker) -> None:
+        self._propose = worker._propose
+        self.seen: dict[str, dict[int, list[int]]] = {}
+        worker._propose = self._record  # type: ignore[method-assign]
+
+    def _record(self, batch: ScheduleBatch, drafted: DraftedRows, coins: Coins | None) -> Drafted:
+        proposal = self._propose(batch, drafted, coins)
+        lens = drafted.committed_lens.tolist()
+        for req, length, tokens in zip(batch.reqs, lens, proposal.tree.token_ids.tolist()):
+            self.seen.setdefault(req.rid, {})[length] = tokens[1:]
+        return proposal
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

@@ -31,7 +31,7 @@ def prompt(num_pages: int, first: int = 0, extra: int = 1) -> list[int]:
 def engine_of(make_tree: TreeFactory = HiRadixCache, **options: Any) -> HiCacheEngine:
     options = {"size": 160, "host_size": 160} | options
     if make_tree is HiMambaRadixCache:
-        options |= {"num_states": 20, "storage_backend": None}
+        options = {"num_states": 20} | options
     return HiCacheEngine(make_tree, page_size=PAGE, **options)
 
 

@@ -7,6 +7,7 @@ masks, other dtypes) stays with the reference class, decided once per batch or a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,9 +28,31 @@ def create_torch_native(facts: RunnerFacts) -> AttentionBackend:
     return TorchNativeBackend(facts)
 
 
+class _Table(NamedTuple):
+    """Where the kernels find the row of a position: int32 [lines, positions], int64 [batch]."""
+
+    cells: torch.Tensor
+    lines: torch.Tensor
+
+
 @dataclass(slots=True)
 class _KernelMetadata:
     is_decode: bool
+    # Rows by the pool's slot map, made at the first layer that needs them.
+    mapped: _Table | None = None
+
+    def table(self, layer: RadixAttention, forward_batch: ForwardBatch) -> _Table:
+        """The request table, or what it is by the layer's slot map."""
+        requests = forward_batch.req_pool_indices
+        cells = forward_batch.req_to_token_pool.req_to_token
+        slot_map = forward_batch.token_to_kv_pool.slot_map(layer.layer_id)
+        if slot_map is None:
+            return _Table(cells, requests)
+        if self.mapped is None:
+            longest = max(forward_batch.seq_lens_cpu)
+            mapped = slot_map[cells[requests, :longest].long()]
+            self.mapped = _Table(mapped, torch.arange(len(requests)))
+        return self.mapped
 
 
 class CpuKernelBackend(TorchNativeBackend):
@@ -59,19 +82,20 @@ class CpuKernelBackend(TorchNativeBackend):
             pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         queries = q.view(-1, layer.num_heads, layer.head_dim)
         attend = _decode if metadata.is_decode else _extend
-        return attend(queries, layer, forward_batch).view(q.shape[0], -1)
+        table = metadata.table(layer, forward_batch)
+        return attend(queries, layer, forward_batch, table).view(q.shape[0], -1)
 
 
 def _decode(
-    queries: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    queries: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch, table: _Table
 ) -> torch.Tensor:
     key_buffer, value_buffer = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
     return ops.decode_attention(
         queries,
         key_buffer,
         value_buffer,
-        forward_batch.req_to_token_pool.req_to_token,
-        forward_batch.req_pool_indices,
+        table.cells,
+        table.lines,
         forward_batch.seq_lens,
         layer.scaling,
         window=layer.sliding_window or 0,
@@ -79,7 +103,7 @@ def _decode(
 
 
 def _extend(
-    queries: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    queries: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch, table: _Table
 ) -> torch.Tensor:
     if forward_batch.extend_prefix_lens is None or forward_batch.extend_seq_lens is None:
         raise ValueError("an extend batch needs extend_prefix_lens and extend_seq_lens")
@@ -88,8 +112,8 @@ def _extend(
         queries,
         key_buffer,
         value_buffer,
-        forward_batch.req_to_token_pool.req_to_token,
-        forward_batch.req_pool_indices,
+        table.cells,
+        table.lines,
         forward_batch.extend_prefix_lens,
         forward_batch.extend_seq_lens,
         layer.scaling,

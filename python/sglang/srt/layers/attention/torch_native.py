@@ -26,8 +26,10 @@ class _RequestRange:
     seq_len: int
     slots: torch.Tensor | None  # int64 [seq_len]; None where there is no prefix
     tree_mask: torch.Tensor | None  # bool [query_len, seq_len]
+    positions: torch.Tensor | None  # int64 [query_len], where `tree_mask` is
     # Made at the first layer that needs it, reused by the others: window -> mask.
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    mapped: torch.Tensor | None = None  # `slots` by the pool's slot map, made likewise
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _DecodeMetadata:
     slots: torch.Tensor  # int64 [batch, longest]; padding points at slot 0
     seq_lens: torch.Tensor  # int64 [batch]
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # [batch, 1, 1, longest]
+    mapped: torch.Tensor | None = None  # as in `_RequestRange`
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -71,11 +74,25 @@ class TorchNativeBackend(AttentionBackend):
         queries = q.reshape(-1, layer.num_heads, layer.head_dim)
         key_buffer, value_buffer = pool.get_kv_buffer(layer.layer_id)
         metadata = forward_batch.attn_metadata
+        slot_map = pool.slot_map(layer.layer_id)
         if isinstance(metadata, _DecodeMetadata):
-            out = _decode(queries, key_buffer, value_buffer, layer, metadata)
+            rows = _rows(metadata, slot_map)
+            assert rows is not None
+            out = _decode(queries, key_buffer[rows], value_buffer[rows], layer, metadata)
         else:
-            out = _extend(queries, k, v, key_buffer, value_buffer, layer, metadata)
+            out = _extend(queries, k, v, key_buffer, value_buffer, layer, metadata, slot_map)
         return out.reshape(q.shape[0], layer.num_heads * layer.v_head_dim)
+
+
+def _rows(
+    metadata: _DecodeMetadata | _RequestRange, slot_map: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Rows of a layer's buffers that hold the keys of `metadata.slots`."""
+    if slot_map is None or metadata.slots is None:
+        return metadata.slots
+    if metadata.mapped is None:
+        metadata.mapped = slot_map[metadata.slots].long()
+    return metadata.mapped
 
 
 def _decode_metadata(forward_batch: ForwardBatch) -> _DecodeMetadata:
@@ -101,14 +118,15 @@ def _extend_metadata(forward_batch: ForwardBatch) -> _ExtendMetadata:
     start = 0
     for index, (query_len, prefix_len) in enumerate(zip(query_lens, prefix_lens, strict=True)):
         seq_len = prefix_len + query_len
-        slots = own_mask = None
+        slots = own_mask = positions = None
         if prefix_len > 0:
             row = forward_batch.req_pool_indices[index]
             slots = forward_batch.req_to_token_pool.req_to_token[row, :seq_len].long()
         if tree_mask is not None:
             own_mask = tree_mask.new_ones((query_len, seq_len))
             own_mask[:, seq_len - tree_mask.shape[2] :] = tree_mask[index]
-        requests.append(_RequestRange(start, query_len, seq_len, slots, own_mask))
+            positions = forward_batch.positions[start : start + query_len]
+        requests.append(_RequestRange(start, query_len, seq_len, slots, own_mask, positions))
         start += query_len
     return _ExtendMetadata(requests=requests)
 
@@ -129,14 +147,15 @@ def _extend(
     value_buffer: torch.Tensor,
     layer: RadixAttention,
     metadata: _ExtendMetadata,
+    slot_map: torch.Tensor | None,
 ) -> torch.Tensor:
     out = queries.new_empty(queries.shape[0], layer.num_heads, layer.v_head_dim)
     for request in metadata.requests:
         rows = slice(request.start, request.start + request.query_len)
         if request.slots is None and k is not None and v is not None:
             keys, values = k[rows], v[rows]
-        elif request.slots is not None:
-            keys, values = key_buffer[request.slots], value_buffer[request.slots]
+        elif (key_rows := _rows(request, slot_map)) is not None:
+            keys, values = key_buffer[key_rows], value_buffer[key_rows]
         else:
             raise ValueError("a request without slots needs its keys and values")
         mask = _extend_mask(request, layer.sliding_window, queries.device)
@@ -157,6 +176,9 @@ def _extend_mask(
         key_pos = torch.arange(request.seq_len, device=device)
         mask = request.tree_mask if request.tree_mask is not None else key_pos <= query_pos
         if window is not None:
+            # A tree's tokens lie behind each other in memory, not in the sequence.
+            if request.positions is not None:
+                query_pos = request.positions.unsqueeze(1)
             mask = mask & (query_pos - key_pos < window)
     request.masks[window] = mask
     return mask
@@ -210,12 +232,15 @@ def _attend_latent(
 
 def _decode(
     queries: torch.Tensor,
-    key_buffer: torch.Tensor,
-    value_buffer: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     layer: RadixAttention,
     metadata: _DecodeMetadata,
 ) -> torch.Tensor:
-    """queries [batch, H, D] -> [batch, H, width of a value]."""
+    """queries [batch, H, D], keys and values [batch, longest, H_kv, ...] -> like queries.
+
+    As wide as a value.
+    """
     window = layer.sliding_window
     if window not in metadata.masks:
         positions = torch.arange(metadata.slots.shape[1], device=queries.device)
@@ -224,8 +249,7 @@ def _decode(
         if window is not None:
             visible &= positions >= lengths - window
         metadata.masks[window] = visible[:, None, None, :]
-    keys = key_buffer[metadata.slots].to(queries.dtype)  # [batch, longest, H_kv, D]
-    values = value_buffer[metadata.slots].to(queries.dtype)
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     if layer.v_head_dim < layer.head_dim and layer.num_kv_heads == 1:
         # Heads are the rows of one product, as in `_attend_latent`.
         shared = scaled_dot_product_attention(

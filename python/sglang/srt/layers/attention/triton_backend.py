@@ -80,7 +80,10 @@ class TritonAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if save_kv_cache and k is not None and v is not None:
-            store_kv(k, v, forward_batch.out_cache_loc, keys, values)
+            rows = forward_batch.token_to_kv_pool.rows_of(
+                layer.layer_id, forward_batch.out_cache_loc
+            )
+            store_kv(k, v, rows, keys, values)
         queries = q.view(q.shape[0], layer.num_heads, layer.head_dim)
         plan = forward_batch.attn_metadata
         if (
@@ -154,7 +157,9 @@ def _paged_inputs(
     new: NewTokens | None = None,
 ) -> PagedAttentionInputs:
     """`query_lens`: where not all new tokens of the requests are meant, how many of the last."""
-    keys, values = forward_batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    pool = forward_batch.token_to_kv_pool
+    keys, values = pool.get_kv_buffer(layer.layer_id)
+    tree_mask = tree_mask_of(forward_batch)
     if query_lens is None and not forward_batch.forward_mode.is_decode():
         query_lens = forward_batch.extend_seq_lens
         if query_lens is None and queries.shape[0] > 0:
@@ -167,8 +172,10 @@ def _paged_inputs(
         table_rows=forward_batch.req_pool_indices,
         seq_lens=forward_batch.seq_lens,
         query_lens=query_lens,
-        tree_mask=tree_mask_of(forward_batch),
+        tree_mask=tree_mask,
         scaling=layer.scaling,
         window=layer.sliding_window,
+        slot_map=pool.slot_map(layer.layer_id),
+        positions=forward_batch.positions if tree_mask is not None else None,
         new=new,
     )

@@ -39,13 +39,20 @@ class CudaOps:
         # Written wide by the product itself: a cast of its own costs as much as a layer.
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(x, weight, eps)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+    ) -> torch.Tensor:
+        return rms_norm(x, weight, eps, weight_offset)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        weight_offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_rms_norm(x, residual, weight, eps), residual
+        return add_rms_norm(x, residual, weight, eps, weight_offset), residual
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return gate_and_mul(x, gelu_tanh=False)

@@ -1,7 +1,7 @@
 """RMS normalisation on CUDA, with and without the residual addition before it.
 
 Called by `cuda_ops.py`. Rounds where the reference set rounds: the sum with the residual, and the
-normalised values before the weight is applied.
+normalised values before the weight is applied (not where something is added to the weight).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def _rms_norm_kernel(
     head_stride: tl.tensor,
     residual_stride: tl.tensor,
     eps: tl.tensor,
+    OFFSET: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -46,25 +47,35 @@ def _rms_norm_kernel(
         tl.store(stream, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    normed = (wide * scale).to(values.dtype).to(tl.float32)
+    normed = wide * scale
+    if OFFSET != 0.0:
+        factors += OFFSET
+    else:
+        normed = normed.to(values.dtype).to(tl.float32)
     tl.store(out + row * width + column, (normed * factors).to(values.dtype), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
+) -> torch.Tensor:
     """x [n, d] or [n, heads, d], rows and heads may be strided; a new contiguous tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     heads = x.shape[1] if x.dim() == 3 else 1
     head_stride = x.stride(1) if x.dim() == 3 else 0
-    _launch(x, None, weight, out, (heads, x.stride(0), head_stride), eps)
+    _launch(x, None, weight, out, (heads, x.stride(0), head_stride), eps, weight_offset)
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
 ) -> torch.Tensor:
     """Norm of x + residual [n, d], a new tensor; the sum is left in `residual`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, (1, x.stride(0), 0), eps)
+    _launch(x, residual, weight, out, (1, x.stride(0), 0), eps, weight_offset)
     return out
 
 
@@ -75,6 +86,7 @@ def _launch(
     out: torch.Tensor,
     layout: tuple[int, int, int],
     eps: float,
+    weight_offset: float,
 ) -> None:
     """`layout`: heads, stride of a token, stride of a head."""
     width = x.shape[-1]
@@ -96,6 +108,7 @@ def _launch(
         head_stride,
         0 if residual is None else residual.stride(0),
         eps,
+        OFFSET=weight_offset,
         ADD=residual is not None,
         BLOCK=block,
         EARLY=early,

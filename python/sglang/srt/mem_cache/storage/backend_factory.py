@@ -30,6 +30,12 @@ class _Entry:
 
 _REGISTRY: dict[str, _Entry] = {
     "file": _Entry(module_path="sglang.srt.mem_cache.hicache_storage", class_name="HiCacheFile"),
+    "mooncake": _Entry(
+        module_path="sglang.srt.mem_cache.storage.mooncake_store", class_name="MooncakeStore"
+    ),
+    "redis": _Entry(
+        module_path="sglang.srt.mem_cache.storage.redis_store", class_name="RedisStore"
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 Owns ``TreeNode`` and the ``TreeComponent`` interface. The tree (``component_tree.py``) walks,
 splits and links nodes; a component owns one kind of data per node (full-attention KV here; sliding
-window and recurrent state later), its sizes and its locks. Scheduler thread only.
+window and recurrent state in their own files), its sizes and its locks. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey
-from sglang.srt.mem_cache.pool_transfer import PoolTransfer
+from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer, SpanPages
 
 
 class ComponentType(IntEnum):
@@ -136,6 +136,7 @@ class TreeComponent(ABC):
     """
 
     component_type: ClassVar[ComponentType]
+    pool_name: ClassVar[PoolName]  # whose slots these are, on the host and in storage
 
     def __init__(self) -> None:
         self.evictable_size = 0
@@ -150,7 +151,16 @@ class TreeComponent(ABC):
         """Return a function that one walk calls with each node from the root down.
 
         True: this component can continue from that node's end. The deepest node where all
-        components say so is the match. A cursor may keep state (a window counts tokens).
+        components say so is the match, whichever tier its data is on. A cursor may keep state (a
+        window counts tokens).
+        """
+
+    @abstractmethod
+    def is_on_device(self, node: TreeNode) -> bool:
+        """Whether a user of ``node`` finds on the device all that it needs of this component.
+
+        Asked of nodes where the match may end. False where the cursor says True: there is
+        something to load (``reserve`` says what), even if the node's KV is on the device.
         """
 
     @abstractmethod
@@ -191,10 +201,26 @@ class TreeComponent(ABC):
     def release_host(self, node: TreeNode) -> int:
         """Free the node's host copy; return how many slots. Raises when locked."""
 
+    def is_unsaved(self, node: TreeNode) -> bool:
+        """Whether ``node``, whose KV is on the host, has data of this component on the device only.
+
+        So of data that came later than the KV.
+        """
+        return False
+
+    def make_host_room(self, num_slots: int) -> int:
+        """Give up this component's own host copies, least recently used first; nothing else.
+
+        Returns how many slots came free: what is in use or under way stays.
+        """
+        return 0
+
     def reserve(self, nodes: Sequence[TreeNode], to_host: bool) -> list[PoolTransfer] | None:
         """Take slots for a copy of ``nodes`` in a pool of its own; None when it has no room.
 
-        The tree itself takes those of full attention.
+        The tree itself takes those of full attention. ``nodes``: from the root down. To the host:
+        one node, whatever of it is on the device only. To the device: what a user of the last one
+        needs and lacks there; the node before the first one has all it needs there.
         """
         return []
 
@@ -207,6 +233,24 @@ class TreeComponent(ABC):
         self, to_host: bool, transfers: Sequence[PoolTransfer]
     ) -> None:
         """Give reserved slots back: there will be no copy."""
+
+    # -- storage, for pools with slots of their own -------------------------------------------
+
+    def host_pages(self, node: TreeNode, page_size: int) -> SpanPages | None:
+        """Return what of ``node`` is on the host, to be written with its KV pages.
+
+        Positions number the node's pages. None: nothing.
+        """
+        return None
+
+    def attach_fetched(  # noqa: B027 - nothing to do without a pool of its own
+        self, nodes: Sequence[TreeNode], pages: SpanPages
+    ) -> None:
+        """Take over pages of this component's pool that were read from storage.
+
+        ``nodes`` cover the span, from the root down, and end where it ends; all are on the host.
+        Slots of what a node has on the host already are freed.
+        """
 
     @abstractmethod
     def check_node(self, node: TreeNode, page_size: int) -> None:

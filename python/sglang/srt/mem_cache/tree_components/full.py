@@ -13,6 +13,7 @@ import torch
 
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup
+from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentType,
     InvariantError,
@@ -26,6 +27,7 @@ class FullComponent(TreeComponent):
     """One slot per token of every node."""
 
     component_type: ClassVar[ComponentType] = ComponentType.FULL
+    pool_name: ClassVar[PoolName] = PoolName.KV
 
     def __init__(self, allocator: BaseTokenToKVPoolAllocator) -> None:
         super().__init__()
@@ -44,6 +46,10 @@ class FullComponent(TreeComponent):
     def match_cursor(self) -> MatchCursor:
         """See ``TreeComponent``: usable wherever some tier holds the KV."""
         return lambda node: not node.evicted or node.backuped
+
+    def is_on_device(self, node: TreeNode) -> bool:
+        """See ``TreeComponent``; what is above is there too."""
+        return not node.evicted
 
     def store(self, node: TreeNode, value: torch.Tensor) -> None:
         """See ``TreeComponent``."""

@@ -63,6 +63,13 @@ def _page_copy_kernel(
             tl.store(on_device, tl.load(on_host, mask=inside), mask=inside)
 
 
+def page_counts(piece: int, itemsize: int, tile_bytes: int = _TILE_BYTES) -> list[int]:
+    """Numbers of pages, one for each form in which the kernel is compiled."""
+    tile = tile_bytes // itemsize
+    most = max(1, tile // min(tile, triton.next_power_of_2(piece)))
+    return [1 << power for power in range(most.bit_length())]
+
+
 class PageCopy:
     """Pages to copy in any layers: what does not depend on the layers is worked out once.
 

@@ -83,6 +83,10 @@ class PagedAttentionInputs:
     tree_mask: torch.Tensor | None
     scaling: float
     window: int | None
+    # int32: row of keys and values for each slot; None: the slot itself.
+    slot_map: torch.Tensor | None = None
+    # int64 [n], of the new tokens in their sequences; a tree's within a window needs it.
+    positions: torch.Tensor | None = None
     new: NewTokens | None = None  # None: the pool holds the new keys, and queries are rotated
 
 
@@ -211,6 +215,8 @@ def _launch(
     new = inputs.new
     new_keys, new_values, cos_sin = (queries, queries, partial_lse)
     positions = slots = inputs.seq_lens
+    if inputs.positions is not None:
+        positions = inputs.positions
     if new is not None:
         new_keys, new_values, cos_sin = new.keys, new.values, new.cos_sin
         positions, slots = new.positions, new.slots
@@ -223,6 +229,7 @@ def _launch(
         values,
         inputs.table,
         inputs.table_rows,
+        inputs.table if inputs.slot_map is None else inputs.slot_map,
         inputs.seq_lens,
         query_lens,
         queries if tree_mask is None else tree_mask.view(torch.uint8),
@@ -250,6 +257,7 @@ def _launch(
         HALF=0 if new is None else cos_sin.shape[1] // 2,
         BLOCK_N=config.block_n,
         TREE=tree_mask is not None,
+        MAPPED=inputs.slot_map is not None,
         SHARED=shared,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         ONE_LOOP=one_loop,
@@ -333,5 +341,7 @@ def _check(inputs: PagedAttentionInputs) -> None:
     for name, tensor in tensors:
         if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:
             raise ValueError(f"the heads of {name} must lie side by side")
+    if inputs.tree_mask is not None and inputs.window and inputs.positions is None:
+        raise ValueError("a tree within a window needs the positions of its tokens")
     if inputs.scaling <= 0:
         raise ValueError(f"the scale must be positive, not {inputs.scaling}")

@@ -36,6 +36,7 @@ def _attend(
     tree_mask: tl.tensor,
     mask_lines: tl.tensor,
     table_row: tl.tensor,
+    slot_map: tl.tensor,
     key_base: tl.tensor,
     value_base: tl.tensor,
     key_stride: tl.tensor,
@@ -46,6 +47,7 @@ def _attend(
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
     ONE_QUERY: tl.constexpr,
+    MAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
@@ -55,6 +57,8 @@ def _attend(
     # would get through a weight of zero.
     read_pos = tl.minimum(key_pos, end - 1) if MASKED else key_pos
     slots = tl.load(table_row + read_pos).to(tl.int64)
+    if MAPPED:
+        slots = tl.load(slot_map + slots).to(tl.int64)
     key_ptrs = key_base + slots[:, None] * key_stride + feature[None, :]
     value_ptrs = value_base + slots[:, None] * value_stride + feature[None, :]
     if HEAD_DIM == BLOCK_D:
@@ -171,6 +175,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     value_buffer: tl.tensor,
     table: tl.tensor,
     table_rows: tl.tensor,
+    slot_map: tl.tensor,
     seq_lens: tl.tensor,
     query_lens: tl.tensor,
     tree_mask: tl.tensor,
@@ -206,6 +211,7 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     WINDOW: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     TREE: tl.constexpr,
+    MAPPED: tl.constexpr,
     SHARED: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_LOOP: tl.constexpr,
@@ -322,6 +328,12 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     if WINDOW > 0:
         low = tl.maximum(prefix_len + first_token - WINDOW + 1, 0)
         plain_end = 0
+        if TREE:
+            # A tree's tokens lie behind each other in memory, not in the sequence.
+            query_pos = tl.load(positions + query_start + token, mask=row_live, other=0).to(
+                tl.int32
+            )
+            low = tl.maximum(prefix_len - WINDOW + 1, 0)
     start = low
     end = high
     if SHARED:
@@ -345,6 +357,8 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             new_value = new_values + query_start * new_value_stride + head * HEAD_DIM
             value = tl.load(new_value + feature, mask=in_head, other=0.0)
             slot = tl.load(slots + query_start)
+            if MAPPED:
+                slot = tl.load(slot_map + slot).to(tl.int64)
             buffer_type = key_buffer.dtype.element_ty
             tl.store(key_base + slot * key_stride + feature, key.to(buffer_type), mask=in_head)
             tl.store(
@@ -361,17 +375,17 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         for position in tl.range(start, plain_end, BLOCK_N):
             acc, row_max, row_sum = _attend(
                 query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
-                tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
-                scale_log2,
-                HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, False, PRECISION,
+                tree_mask, mask_lines, table_row, slot_map, key_base, value_base, key_stride,
+                value_stride, scale_log2,
+                HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, MAPPED, False, PRECISION,
             )  # fmt: skip
         masked_start = plain_end
     for position in tl.range(masked_start, end, BLOCK_N, num_stages=MASKED_STAGES):
         acc, row_max, row_sum = _attend(
             query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
-            tree_mask, mask_lines, table_row, key_base, value_base, key_stride, value_stride,
-            scale_log2,
-            HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, True, PRECISION,
+            tree_mask, mask_lines, table_row, slot_map, key_base, value_base, key_stride,
+            value_stride, scale_log2,
+            HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, MAPPED, True, PRECISION,
         )  # fmt: skip
     if PDL and not MERGE_HERE:
         tl.extra.cuda.gdc_launch_dependents()

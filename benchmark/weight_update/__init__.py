@@ -1,0 +1,1 @@
+"""Parts of `bench_weight_update.py`: the trainer's process, and pauses under load."""

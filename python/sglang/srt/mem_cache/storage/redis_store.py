@@ -1,0 +1,263 @@
+"""Pages in a server that speaks RESP (Redis, Valkey): one record a page, moved in batches.
+
+Owns the connections. What a record is and when it counts is ``shared_store.py``'s; who may call
+when, ``HiCacheStorage``'s; the wire is ``resp_client.py``'s. A value is the record as it is, header
+and page; a batch is one MGET, or one pipeline of SETs, of bounded size, between the socket and host
+pages. Eviction and persistence are the server's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, StorageError
+from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.storage import page_file
+from sglang.srt.mem_cache.storage.backend_options import BackendOptions
+from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES
+from sglang.srt.mem_cache.storage.resp_client import (
+    Command,
+    RespAddress,
+    RespConnection,
+    RespError,
+    parse_url,
+)
+from sglang.srt.mem_cache.storage.shared_store import (
+    DEFAULT_PREFIX,
+    Outcome,
+    Record,
+    SharedPageStore,
+    StoreUnreachable,
+    check_prefix,
+    chunks,
+    judge,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OPTION_NAMES = frozenset({"url", "ttl", "timeout", "connect_timeout", "batch_bytes", "key_prefix"})
+_SCAN_COUNT = b"1000"
+_MAX_IDLE = 4  # connections: one thread each looks, reads, writes and probes
+# The server is up and does not serve: like a server that is away.
+_AWAY = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH", "TRYAGAIN")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisOptions:
+    """What the user chose. ``ttl_s``: how long an unused record is kept, 0: the server decides;
+    ``timeout_s``: without any byte moving; ``batch_bytes``: of one MGET or pipeline."""
+
+    address: RespAddress
+    ttl_s: float
+    timeout_s: float
+    connect_timeout_s: float
+    batch_bytes: int
+    key_prefix: str
+
+
+def redis_options(extra: Mapping[str, Any]) -> RedisOptions:
+    """Resolve the options; the environment has the URL where the extra config does not.
+
+    Raises ValueError naming the key.
+    """
+    url = envs.SGLANG_HICACHE_REDIS_URL.get()
+    options = BackendOptions("redis", [extra, {"url": url} if url else {}])
+    options.check_known(OPTION_NAMES)
+    return RedisOptions(
+        address=parse_url(options.text("url", "redis://127.0.0.1:6379/0")),
+        ttl_s=options.number("ttl", 0.0),
+        timeout_s=options.number("timeout", 2.0, least=0.01),
+        connect_timeout_s=options.number("connect_timeout", 1.0, least=0.01),
+        batch_bytes=options.size("batch_bytes", 32 << 20),
+        key_prefix=check_prefix(options.text("key_prefix", DEFAULT_PREFIX)),
+    )
+
+
+@dataclass(slots=True)
+class _Checksum:
+    """CRC-32 of what came behind the header."""
+
+    value: int = 0
+    num_seen: int = 0
+
+    def see(self, piece: memoryview) -> None:
+        if self.num_seen:
+            self.value = page_file.checksum([piece], self.value)
+        self.num_seen += 1
+
+
+class RedisStore(SharedPageStore):
+    """See the module docstring.
+
+    Raises ValueError for bad options, StorageError when the server does not answer or refuses us.
+    """
+
+    display_name = "the RESP server"
+
+    def __init__(self, config: HiCacheStorageConfig) -> None:
+        self.options = redis_options(config.extra_config)
+        super().__init__(config, self.options.key_prefix)
+        self._idle: list[RespConnection] = []
+        self._idle_lock = threading.Lock()
+        try:
+            answer = self._ask([[b"PING"]])[0]
+        except StoreUnreachable as error:
+            raise StorageError(f"no RESP server at {self.options.address}: {error}") from error
+        if isinstance(answer, RespError):
+            raise StorageError(f"the RESP server at {self.options.address} refuses us: {answer}")
+        ttl_s = self.options.ttl_s
+        logger.info(
+            "L3 in the RESP server at %s; unused records live %s",
+            self.options.address,
+            f"{ttl_s:g} s" if ttl_s else "as long as the server keeps them",
+        )
+
+    def close(self) -> None:
+        """End the connections; idempotent."""
+        super().close()
+        self._drop_idle()
+
+    # -- see SharedPageStore --
+
+    def _probe(self) -> bool:
+        return not isinstance(self._ask([[b"PING"]])[0], RespError)
+
+    def _look_up(self, names: Sequence[str]) -> list[bool]:
+        return [answer == 1 for answer in self._ask([[b"EXISTS", n.encode()] for n in names])]
+
+    def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for run in chunks(records, self.options.batch_bytes):
+            outcomes += self._with_connection(partial(self._fetch, run))
+            # Of KV a prefix counts: what lies behind a gap is of no use.
+            if pool == PoolName.KV and outcomes[-len(run) :] != [Outcome.DONE] * len(run):
+                break
+        return outcomes
+
+    def _fetch(self, run: Sequence[Record], connection: RespConnection) -> list[Outcome]:
+        connection.send([[b"MGET", *[record.name.encode() for record in run]]])
+        length = connection.begin_array()
+        if isinstance(length, RespError):
+            self._refused(length)
+            return [Outcome.FAILED] * len(run)
+        outcomes = []
+        header = memoryview(bytearray(HEADER_BYTES))
+        for record in run:
+            crc = _Checksum()
+            num_bytes = connection.receive_into([header, *record.buffers], crc.see)
+            if num_bytes is None:
+                outcomes.append(Outcome.MISSING)
+            elif num_bytes != record.num_bytes:
+                outcomes.append(Outcome.DAMAGED)
+            else:
+                outcomes.append(judge(record, header, crc.value))
+        return outcomes
+
+    def _write(
+        self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        expiry = [b"PX", self._ttl_ms] if self.options.ttl_s else []
+        for run in chunks(records, self.options.batch_bytes):
+            commands: list[Command] = [
+                [b"SET", record.name.encode(), [make_header(record), *record.buffers], *expiry]
+                for record in run
+            ]
+            for answer in self._ask(commands):
+                if isinstance(answer, RespError):
+                    self._refused(answer)
+                refused = isinstance(answer, RespError)
+                outcomes.append(Outcome.FAILED if refused else Outcome.DONE)
+            if Outcome.FAILED in outcomes:
+                break
+        return outcomes
+
+    def _remove(self, names: Sequence[str]) -> None:
+        self._ask([[b"UNLINK", *[name.encode() for name in names]]])
+
+    def _remove_prefix(self, prefix: str) -> int:
+        # Prefixes hold nothing that a pattern gives a meaning to.
+        pattern = f"{prefix}*".encode()
+        num_removed = 0
+        cursor = b"0"
+        while True:
+            answer = self._ask([[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT]])[0]
+            if isinstance(answer, RespError):
+                raise StoreUnreachable(str(answer))
+            cursor, names = answer
+            if names:
+                num_removed += int(self._ask([[b"UNLINK", *names]])[0])
+            if cursor == b"0":
+                return num_removed
+
+    def _refresh(self, names: Sequence[str]) -> None:
+        if self.options.ttl_s:
+            self._ask([[b"PEXPIRE", name.encode(), self._ttl_ms] for name in names])
+
+    @property
+    def _ttl_ms(self) -> bytes:
+        return b"%d" % max(round(self.options.ttl_s * 1000), 1)
+
+    def _refused(self, error: RespError) -> None:
+        if str(error).startswith(_AWAY):
+            raise StoreUnreachable(str(error))
+        self._warn("refused", "%s refuses: %s", self.display_name, error)
+
+    # -- connections --
+
+    def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        return self._with_connection(lambda connection: connection.ask(commands))
+
+    def _with_connection(self, call: Callable[[RespConnection], T]) -> T:
+        """Run a call on a connection of its own. Raises StoreUnreachable."""
+        try:
+            with self._idle_lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is not None:
+                try:
+                    return self._run(call, connection)
+                except ConnectionError:
+                    # The server was restarted, or has closed what was idle for long.
+                    self._drop_idle()
+            return self._run(call, self._connect())
+        except RespError as error:
+            raise StoreUnreachable(str(error)) from error
+        except OSError as error:
+            raise StoreUnreachable(f"{type(error).__name__}: {error}") from error
+
+    def _run(self, call: Callable[[RespConnection], T], connection: RespConnection) -> T:
+        try:
+            result = call(connection)
+        except BaseException:
+            # Nothing may arrive later: what is under way was meant for pages that others get.
+            connection.close()
+            raise
+        with self._idle_lock:
+            is_kept = len(self._idle) < _MAX_IDLE and self.availability.is_up
+            if is_kept:
+                self._idle.append(connection)
+        if not is_kept:
+            connection.close()
+        return result
+
+    def _connect(self) -> RespConnection:
+        options = self.options
+        return RespConnection(
+            options.address,
+            connect_timeout_s=options.connect_timeout_s,
+            timeout_s=options.timeout_s,
+        )
+
+    def _drop_idle(self) -> None:
+        with self._idle_lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()

@@ -1,0 +1,410 @@
+"""Pages in a store that many servers share over a network: what all such backends have in common.
+
+Owns the names of records, their header and checksum, what counts as a miss, counters, and what
+happens while the store is away. A backend adds how records are looked up, moved and removed
+(``mooncake_store.py``, ``redis_store.py``). Threads: see ``HiCacheStorage``.
+
+A record is one page, both halves (keys and values) of it, as in a file of the file backend: a
+header of ``page_file.HEADER_BYTES`` bytes, then the page in the host pool's storage order. Its name
+is ``<prefix>/<owner>/<storage key>``: the storage key is seeded with the page's ``CacheIdentity``,
+and the owner is a digest of the model's name and of the rank that the page belongs to. So a name
+never stands for two different contents, and stores that keep the first value may be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolTransferResult,
+    page_indices,
+)
+from sglang.srt.mem_cache.page_key import parse_storage_key
+from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+from sglang.srt.mem_cache.storage import page_file
+from sglang.srt.mem_cache.storage.availability import Availability
+from sglang.srt.mem_cache.storage.page_file import (
+    HEADER_BYTES,
+    Buffers,
+    Expected,
+    PageMeta,
+    PageOwner,
+    model_part,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
+
+DEFAULT_PREFIX = "hispec1"  # changes with the format of a record
+_WARN_INTERVAL_S = 60.0
+_COUNTERS = ("hits", "misses", "corrupt", "foreign", "written", "existing", "dropped")
+
+
+class StoreUnreachable(RuntimeError):
+    """The store did not answer a call; it is not called again until it does."""
+
+
+class Outcome(Enum):
+    """What became of one record of a read or a write."""
+
+    DONE = "done"
+    MISSING = "missing"  # read: not there
+    DAMAGED = "corrupt"  # read: short, torn, flipped, of an unknown version
+    FOREIGN = "foreign"  # read: whole, and of another key, owner, namespace or size
+    FAILED = "failed"  # the transfer failed, or the store has no room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One page of a call. ``first_slot``: of its host page; ``buffers``: the page's bytes."""
+
+    name: str
+    expected: Expected
+    first_slot: int
+    buffers: Buffers
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the page."""
+        assert self.expected.payload_bytes is not None
+        return self.expected.payload_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the record in the store."""
+        return HEADER_BYTES + self.payload_bytes
+
+
+def judge(record: Record, header: Buffer, payload_checksum: int) -> Outcome:
+    """Compare the header and the checksum of what was read with what was asked for."""
+    meta = page_file.parse_header(header)
+    if meta is None:
+        return Outcome.DAMAGED
+    if not record.expected.accepts(meta):
+        return Outcome.FOREIGN
+    is_whole = payload_checksum == meta.payload_checksum
+    return Outcome.DONE if is_whole else Outcome.DAMAGED
+
+
+def check_prefix(prefix: str) -> str:
+    """Return a prefix of names that needs no escaping anywhere. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", prefix, re.ASCII):
+        raise ValueError(f"key_prefix must be letters, digits, '-' and '_', not {prefix!r}")
+    return prefix
+
+
+def owner_digest(owner: PageOwner) -> str:
+    """Return 16 hex digits for an owner: names need no escaping whatever the model is called."""
+    return hashlib.sha256(owner.file_suffix.encode()).hexdigest()[:16]
+
+
+def chunks(records: Sequence[Record], max_bytes: float) -> Iterator[Sequence[Record]]:
+    """Cut into runs of at most ``max_bytes`` bytes, at least one record each."""
+    start = total = 0
+    for position, record in enumerate(records):
+        if position > start and total + record.num_bytes > max_bytes:
+            yield records[start:position]
+            start, total = position, 0
+        total += record.num_bytes
+    if start < len(records):
+        yield records[start:]
+
+
+class SharedPageStore(HiCacheStorage):
+    """See the module docstring. No failure of the store leaves a ``batch_*`` call as an exception.
+
+    The abstract methods below raise StoreUnreachable when the store does not answer.
+    """
+
+    display_name = "the store"
+
+    def __init__(self, config: HiCacheStorageConfig, prefix: str) -> None:
+        super().__init__(config)
+        model = model_part(config.model_name)
+        pp = {"pp_rank": config.pp_rank, "pp_size": config.pp_size}
+        shared = page_file.SHARED_RANK
+        self._owners = {
+            False: PageOwner(model=model, tp_rank=config.tp_rank, tp_size=config.tp_size, **pp),
+            True: PageOwner(model=model, tp_rank=shared, tp_size=shared, **pp),
+        }
+        self._prefixes = {
+            is_shared: f"{prefix}/{owner_digest(owner)}/"
+            for is_shared, owner in self._owners.items()
+        }
+        self._stats: Counter[str] = Counter()
+        self._stats_lock = threading.Lock()
+        self._warned_at: dict[str, float] = {}
+        self.availability = Availability(self.display_name, self._probe)
+
+    # -- what a backend adds --
+
+    @abstractmethod
+    def _probe(self) -> bool:
+        """Return whether the store answers now."""
+
+    @abstractmethod
+    def _look_up(self, names: Sequence[str]) -> list[bool]:
+        """Return which records exist, by one call of the store."""
+
+    @abstractmethod
+    def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
+        """Fill host pages; DONE only for what ``judge`` accepted. May end early."""
+
+    @abstractmethod
+    def _write(
+        self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
+    ) -> list[Outcome]:
+        """Store host pages that do not exist yet, each behind its header. May end early.
+
+        ``make_header`` reads the whole page: call it for a page when its turn comes.
+        """
+
+    @abstractmethod
+    def _remove(self, names: Sequence[str]) -> None:
+        """Delete records, whoever may be reading them."""
+
+    @abstractmethod
+    def _remove_prefix(self, prefix: str) -> int:
+        """Delete all records whose names begin so; return how many."""
+
+    def _refresh(self, names: Sequence[str]) -> None:
+        """Note that records were used, where the store wants to be told."""
+
+    # -- the interface --
+
+    def batch_exists(
+        self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """Return how many leading keys have a record; one call of the store."""
+        names = self._names(keys)
+        flags = self._guarded("look", lambda: self._look_up(names), [False] * len(names))
+        return flags.index(False) if False in flags else len(flags)
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pools: Sequence[PoolTransfer] = (),
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """See the base class; one call of the store for all pools."""
+        asked = [list(keys), *(list(pool.keys or ()) for pool in pools)]
+        names = self._names([key for part in asked for key in part])
+        flags = self._guarded("look", lambda: self._look_up(names), [False] * len(names))
+        num_pages = flags[: len(keys)].index(False) if False in flags[: len(keys)] else len(keys)
+        present: dict[PoolName, list[bool]] = {}
+        start = len(keys)
+        for pool, part in zip(pools, asked[1:]):
+            of_pool = flags[start : start + len(part)][:num_pages]
+            start += len(part)
+            if pool.rule.trailing is None and False in of_pool:
+                of_pool = of_pool[: of_pool.index(False)]
+            present[pool.name] = of_pool
+        return PoolTransferResult(kv_hit_pages=num_pages, present=present)
+
+    def batch_get_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[PoolName, list[bool]]:
+        """See the base class. A record that is not what it should be is removed."""
+        verdicts: dict[PoolName, list[bool]] = {}
+        for transfer in transfers:
+            records = self._records(transfer, extra_info)
+            outcomes = self._read_guarded(transfer.name, records)
+            self._finish_reads(records, outcomes)
+            found = [outcome is Outcome.DONE for outcome in outcomes]
+            found += [False] * (len(records) - len(found))
+            verdicts.setdefault(transfer.name, []).extend(found)
+        return verdicts
+
+    def batch_set_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[PoolName, list[bool]]:
+        """See the base class; what exists is not sent again."""
+        namespace = extra_info.namespace_digest if extra_info else None
+        verdicts: dict[PoolName, list[bool]] = {}
+        for transfer in transfers:
+            records = self._records(transfer, extra_info)
+            written = self._write_guarded(transfer.name, records, namespace)
+            self._count(dropped=written.count(False))
+            verdicts.setdefault(transfer.name, []).extend(written)
+        return verdicts
+
+    def clear(self) -> bool:
+        """Delete the pages of this model and rank, of all its weights; others' stay."""
+        own = [self._prefixes[False]]
+        if self.config.is_mla_model:
+            own.append(self._prefixes[True])
+        num_removed = self._guarded("clear", lambda: sum(map(self._remove_prefix, own)), None)
+        if num_removed is None:
+            return False
+        logger.info("removed %d pages from %s", num_removed, self.display_name)
+        return True
+
+    def get_stats(self) -> dict[str, float]:
+        """Return counts of pages and bytes.
+
+        ``hits``, ``misses`` (not there), ``corrupt`` and ``foreign`` (removed: misses too),
+        ``written``, ``existing`` (already there), ``dropped`` (asked for and not written),
+        ``io_errors`` (transfers and calls that failed), ``bytes_read`` (payload),
+        ``bytes_written``, ``outages`` (times that the store went away).
+        """
+        stats = dict.fromkeys((*_COUNTERS, "io_errors", "bytes_read", "bytes_written"), 0.0)
+        with self._stats_lock:
+            stats.update({name: float(value) for name, value in self._stats.items()})
+        stats["outages"] = float(self.availability.num_outages)
+        return stats
+
+    def close(self) -> None:
+        """Miss from now on; backends end their connections as well."""
+        self.availability.close()
+
+    # -- records --
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        """Names of the records of keys. Raises ValueError for a bad key."""
+        names = []
+        for key in keys:
+            is_shared = self.config.is_shared(PoolName(parse_storage_key(key).pool))
+            names.append(self._prefixes[is_shared] + key)
+        return names
+
+    def _records(
+        self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[Record]:
+        pool = self.pools.get(transfer.name)
+        if pool is None:
+            raise ValueError(f"no host pool is registered as {transfer.name}")
+        slots = page_indices(transfer, pool.page_size)
+        keys = transfer.keys or []
+        owner = self._owners[self.config.is_shared(transfer.name)]
+        namespace = extra_info.namespace_digest if extra_info else None
+        return [
+            Record(
+                name=name,
+                expected=Expected(
+                    key=key, owner=owner, namespace=namespace, payload_bytes=pool.bytes_per_page
+                ),
+                first_slot=slot,
+                buffers=pool.page_buffers(slot),
+            )
+            for name, key, slot in zip(self._names(keys), keys, slots)
+        ]
+
+    def _header(self, record: Record, namespace: bytes | None) -> bytes:
+        owner = record.expected.owner
+        default = hashlib.sha256(b"no namespace given" + owner.file_suffix.encode()).digest()
+        return page_file.pack_header(
+            PageMeta(
+                key=record.expected.key,
+                owner=owner,
+                namespace=namespace or default,
+                payload_bytes=record.payload_bytes,
+                payload_checksum=page_file.checksum(record.buffers),
+                created_ns=time.time_ns(),
+            )
+        )
+
+    def _read_guarded(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
+        return self._guarded("read", lambda: self._read(pool, records), [])
+
+    def _write_guarded(
+        self, pool: PoolName, records: Sequence[Record], namespace: bytes | None
+    ) -> list[bool]:
+        written = [False] * len(records)
+        self._guarded("write", lambda: self._write_missing(pool, records, namespace, written), None)
+        return written
+
+    def _write_missing(
+        self,
+        pool: PoolName,
+        records: Sequence[Record],
+        namespace: bytes | None,
+        written: list[bool],
+    ) -> None:
+        """Write what is not there; ``written`` gets the verdicts, also when the store goes away."""
+        there = self._look_up([record.name for record in records])
+        existing = [record.name for record, exists in zip(records, there) if exists]
+        written[:] = there
+        self._count(existing=len(existing))
+        if existing:
+            self._refresh(existing)
+        positions = [position for position, exists in enumerate(there) if not exists]
+        missing = [records[position] for position in positions]
+        if not missing:
+            return
+        outcomes = self._write(pool, missing, lambda record: self._header(record, namespace))
+        for position, outcome in zip(positions, outcomes):
+            written[position] = outcome is Outcome.DONE
+        num_done = outcomes.count(Outcome.DONE)
+        self._count(
+            written=num_done,
+            bytes_written=num_done * missing[0].num_bytes,
+            io_errors=outcomes.count(Outcome.FAILED),
+        )
+        if num_done < len(missing):
+            self._warn(
+                "write",
+                "%d pages could not be written to %s: it is full or a node of it is away",
+                len(missing) - num_done,
+                self.display_name,
+            )
+
+    def _finish_reads(self, records: Sequence[Record], outcomes: Sequence[Outcome]) -> None:
+        """Count; remove what is not the page it should be: a miss, which the next write heals."""
+        bad = [r for r, o in zip(records, outcomes) if o in (Outcome.DAMAGED, Outcome.FOREIGN)]
+        done = [record for record, outcome in zip(records, outcomes) if outcome is Outcome.DONE]
+        self._count(
+            hits=len(done),
+            misses=outcomes.count(Outcome.MISSING),
+            io_errors=outcomes.count(Outcome.FAILED),
+            bytes_read=sum([record.payload_bytes for record in done]),
+            corrupt=outcomes.count(Outcome.DAMAGED),
+            foreign=outcomes.count(Outcome.FOREIGN),
+        )
+        if bad:
+            self._warn("bad", "%s is no page of ours: removed, counts as a miss", bad[0].name)
+            self._guarded("remove", lambda: self._remove([record.name for record in bad]), None)
+        if done:
+            self._guarded("refresh", lambda: self._refresh([record.name for record in done]), None)
+
+    # -- faults --
+
+    def _guarded(self, what: str, call: Callable[[], T], otherwise: T) -> T:
+        """Return what a call returns, or ``otherwise`` when the store is or goes away."""
+        if not self.availability.is_up:
+            return otherwise
+        try:
+            return call()
+        except StoreUnreachable as error:
+            self._count(io_errors=1)
+            self.availability.report_failure(f"{what}: {error}")
+            return otherwise
+
+    def _count(self, **amounts: int) -> None:
+        with self._stats_lock:
+            self._stats.update(amounts)
+
+    def _warn(self, kind: str, message: str, *args: object) -> None:
+        """Log the first of a kind and then one a minute: a bad store fails on every page."""
+        now = time.monotonic()
+        if now - self._warned_at.get(kind, -_WARN_INTERVAL_S) >= _WARN_INTERVAL_S:
+            self._warned_at[kind] = now
+            logger.warning(message, *args)

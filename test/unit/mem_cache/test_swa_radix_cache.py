@@ -1,0 +1,386 @@
+"""The tree of window and full-attention KV: where a match may end, locks, eviction, healing.
+
+Content is checked by ``HiCacheEngine``: whatever a request looks back on must be its own tokens'.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.hicache_records import PREFETCH_POLICIES, WRITE_POLICIES
+from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
+from sglang.srt.mem_cache.tree_components.base import InvariantError, TreeNode
+from sglang.srt.mem_cache.tree_components.swa import swa_data
+from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq
+from sglang.test.fakes.hicache_model import HiCacheModel, ModelConfig
+
+WINDOW = 6
+NUM_STEPS = 90
+
+
+def make(page_size: int = 1, rows: int = 64, host_rows: int = 64, **options: Any) -> HiCacheEngine:
+    """Without storage; the host is filled only where a test lets copies move."""
+    return HiCacheEngine(
+        SWARadixCache,
+        size=96,
+        host_size=96,
+        page_size=page_size,
+        window=WINDOW,
+        num_window_rows=rows,
+        num_host_window_rows=host_rows,
+        storage_backend=None,
+        **options,
+    )
+
+
+def tree_of(engine: HiCacheEngine) -> SWARadixCache:
+    assert isinstance(engine.tree, SWARadixCache)
+    return engine.tree
+
+
+def hit(engine: HiCacheEngine, tokens: list[int]) -> int:
+    """Device tokens that a match finds; their window must be there."""
+    tree = tree_of(engine)
+    result = tree.match_prefix(MatchPrefixParams(key=tree.make_key(tokens)))
+    num_hit = len(result.device_indices)
+    rows = tree._windows.allocator.swa_rows(result.device_indices[-(WINDOW - 1) :])
+    assert num_hit == 0 or (rows > 0).all()
+    engine.check()
+    return num_hit
+
+
+def drop_rows(engine: HiCacheEngine, num_rows: int) -> int:
+    """Evict window rows alone."""
+    freed = tree_of(engine).evict(EvictParams(num_tokens=0, num_swa_tokens=num_rows))
+    engine.check()
+    return freed.num_swa_tokens_evicted
+
+
+def settle(engine: HiCacheEngine) -> None:
+    engine.settle()
+    engine.check()
+
+
+A = list(range(100, 130))
+
+
+def test_a_long_prompt_keeps_its_last_window_longest() -> None:
+    engine = make(write_policy="write_back")  # the host does not help
+    engine.run(A)
+    assert hit(engine, A) == 30
+    assert drop_rows(engine, 1) == 25
+    # All slots are still there, and the end can be continued from.
+    assert engine.tree.total_size() == 30
+    assert hit(engine, A) == 30
+    assert hit(engine, [*A, 1]) == 30
+    # Nothing else can: a window before any other end is gone.
+    assert hit(engine, A[:29]) == 0
+    assert engine.cached(A[:29]) == (0, 0)
+    assert hit(engine, [*A[:20], 1]) == 0
+    assert drop_rows(engine, 64) == 5
+    assert hit(engine, A) == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_match_needs_the_window_and_no_more(page_size: int) -> None:
+    engine = make(page_size)
+    engine.run(A)
+    settle(engine)
+    drop_rows(engine, 1)
+    end = 30 // page_size * page_size
+    tail = -(-(WINDOW - 1) // page_size) * page_size
+    assert hit(engine, A) == end
+    nodes = sorted(engine.tree.iter_nodes(), key=lambda node: len(node.key))
+    assert [len(node.key) for node in nodes] == [tail, end - tail]
+    assert [swa_data(node).value is None for node in nodes] == [False, True]
+
+
+def test_short_prefixes_need_all_of_themselves() -> None:
+    engine = make()
+    engine.run([1, 2, 3])
+    settle(engine)
+    assert [hit(engine, [1, 2, 3][:n]) for n in (1, 2, 3)] == [1, 2, 3]
+    assert drop_rows(engine, 1) == 1
+    assert hit(engine, [1, 2, 3]) < 3
+    drop_rows(engine, 64)
+    assert hit(engine, [1, 2, 3]) == 0
+
+
+def test_a_lock_holds_one_window_and_not_the_prompt_before_it() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    req = HiReq(rid="r", origin_input_ids=[*A, 7, 8])
+    assert engine.admit(req)
+    tree = tree_of(engine)
+    assert tree.protected_size() == 30
+    assert (tree.swa_protected_size(), tree.swa_evictable_size()) == (5, 25)
+    assert drop_rows(engine, 64) == 25
+    assert engine.extend(req, 2)
+    engine.finish(req)
+    settle(engine)
+    assert tree.swa_protected_size() == 0
+    assert hit(engine, [*A, 7, 8]) == 32
+
+
+def test_a_divided_node_divides_its_locks() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    req = HiReq(rid="r", origin_input_ids=[*A, 7])
+    assert engine.admit(req)
+    tree = tree_of(engine)
+    before = tree.swa_protected_size()
+    # Cuts at every place of the locked tail, from outside in.
+    for end in (27, 28, 26):
+        hit(engine, A[:end])
+        assert tree.swa_protected_size() == before
+    engine.finish(req, is_insert=False)
+    engine.check()
+    assert tree.swa_protected_size() == 0
+    assert tree._windows._locks == {}
+
+
+def test_locks_of_several_users_reach_as_far_as_each_needs() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    tree = tree_of(engine)
+    shorter = HiReq(rid="a", origin_input_ids=[*A[:26], 1])
+    longer = HiReq(rid="b", origin_input_ids=[*A, 2])
+    assert engine.admit(shorter) and engine.admit(longer)
+    assert tree.swa_protected_size() == 9  # positions 21 .. 30
+    engine.finish(shorter, is_insert=False)
+    assert tree.swa_protected_size() == 5
+    engine.finish(longer, is_insert=False)
+    assert tree.swa_protected_size() == 0
+    engine.check()
+
+
+def test_computing_again_gives_a_node_its_rows_back_in_place() -> None:
+    engine = make(write_policy="write_back")  # the host does not help
+    engine.run(A)
+    drop_rows(engine, 1)
+    tree = tree_of(engine)
+    user = HiReq(rid="user", origin_input_ids=[*A, 7])
+    assert engine.admit(user)
+    slots = tree._path_indices(user.last_node)
+    # Another prompt needs a window in the middle, so it computes all of that again.
+    other = HiReq(rid="other", origin_input_ids=[*A[:20], 1])
+    assert engine.admit(other) and len(other.prefix_indices) == 0
+    assert engine.extend(other, 21)
+    engine.tree.cache_unfinished_req(other)
+    engine.check()
+    assert hit(engine, A[:20]) == 20
+    # The first request's slots are what they were: only their rows came back.
+    assert torch.equal(tree._path_indices(user.last_node), slots)
+    assert engine.extend(user, 1)
+    for req in (user, other):
+        engine.finish(req)
+    settle(engine)
+    assert (hit(engine, A[:20]), hit(engine, [*A, 7])) == (20, 31)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_request_gives_back_the_rows_behind_its_window(page_size: int) -> None:
+    engine = make(page_size, rows=48)
+    windows = tree_of(engine)._windows
+    req = HiReq(rid="r", origin_input_ids=A[:3])
+    assert engine.admit(req) and engine.extend(req, 3)
+    for token in range(60):
+        req.output_ids.append(token)
+        assert engine.extend(req, 1)
+        engine.check()
+        held = windows.allocator.size_swa - windows.allocator.available_swa_size()
+        assert held <= windows.allocator.rows_of_decode(1)
+    # What is cached of it ends where a window is.
+    engine.finish(req)
+    settle(engine)
+    whole = (63 // page_size) * page_size
+    assert hit(engine, req.all_ids) == whole
+
+
+def test_full_eviction_takes_the_rows_along() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    tree = tree_of(engine)
+    tree.evict(96)
+    engine.check()
+    assert tree.total_size() == 0 and tree.swa_evictable_size() == 0
+    assert tree._windows.allocator.available_swa_size() == 64
+
+
+def test_least_recently_used_rows_go_first() -> None:
+    engine = make()
+    first, second = [1] * 12, [2] * 12
+    engine.run(first)
+    engine.run(second)
+    settle(engine)
+    hit(engine, first)
+    assert drop_rows(engine, 12) == 12
+    assert (hit(engine, first), hit(engine, second)) == (12, 0)
+
+
+def test_rows_that_are_copied_to_the_host_stay_until_they_are() -> None:
+    engine = make()
+    engine.run(A)  # its backup is queued
+    tree = tree_of(engine)
+    hit(engine, A[:12])  # divides the node that is being copied
+    assert tree.swa_evictable_size() == 0
+    assert drop_rows(engine, 64) == 0
+    settle(engine)
+    assert tree.swa_protected_size() == 0
+    engine.check_host()
+    assert drop_rows(engine, 64) == 30
+
+
+def test_only_the_window_comes_back_from_the_host() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    engine.evict_all()
+    tree = tree_of(engine)
+    assert tree._windows.allocator.available_swa_size() == 64
+    req = HiReq(rid="r", origin_input_ids=[*A, 7])
+    assert engine.admit(req) and req.host_tokens == 30
+    assert 64 - tree._windows.allocator.available_swa_size() == 5
+    settle(engine)
+    assert engine.extend(req, 1)
+    engine.check()
+    engine.finish(req)
+    settle(engine)
+
+
+def test_a_window_that_only_the_host_has_is_loaded_beside_resident_slots() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    other = HiReq(rid="other", origin_input_ids=A[:28])
+    assert engine.admit(other)  # holds the slots, and the window before 27
+    drop_rows(engine, 64)
+    req = HiReq(rid="r", origin_input_ids=[*A[:20], 9])
+    assert engine.admit(req)
+    assert len(req.prefix_indices) == 20 and req.host_tokens == 20
+    settle(engine)
+    assert engine.extend(req, 1)
+    engine.check()
+    for running in (req, other):
+        engine.finish(running, is_insert=False)
+    settle(engine)
+
+
+def test_without_room_on_the_host_slots_are_backed_up_without_their_rows() -> None:
+    engine = make(host_rows=4)
+    engine.run(A)
+    settle(engine)
+    assert all(node.backuped for node in engine.tree.iter_nodes())
+    assert all(swa_data(node).host_value is None for node in engine.tree.iter_nodes())
+    engine.evict_all()
+    assert (engine.tree.total_size(), hit(engine, A)) == (0, 0)
+
+
+def test_rows_that_find_room_later_are_backed_up_later() -> None:
+    engine = make(host_rows=32)
+    engine.run(A)
+    settle(engine)
+    engine.run([5] * 30)  # takes the room of the first prompt's rows
+    settle(engine)
+    engine.run(A)  # seen again
+    settle(engine)
+    engine.check_host()
+    engine.evict_all()
+    assert engine.cached(A) == (0, 30)
+
+
+def some_node(engine: HiCacheEngine) -> TreeNode:
+    return max(engine.tree.iter_nodes(), key=lambda node: len(node.key))
+
+
+def test_the_self_check_sees_what_is_wrong() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    tree = tree_of(engine)
+    windows = tree._windows
+    node = some_node(engine)
+    rows = swa_data(node).value
+    assert rows is not None
+    swa_data(node).value = rows.flip(0)
+    with pytest.raises(InvariantError, match="its slots"):
+        tree.check_invariants(0)
+    swa_data(node).value = rows
+    windows.evictable_size -= 1
+    with pytest.raises(InvariantError, match="evictable"):
+        tree.check_invariants(0)
+    windows.evictable_size += 1
+    lost = windows.allocator.swa_allocator.alloc(1)
+    assert lost is not None
+    with pytest.raises(InvariantError, match="window rows"):
+        tree.check_invariants(0)
+    windows.allocator.swa_allocator.free(lost)
+    tree.check_invariants(0)
+    with pytest.raises(InvariantError, match="once too often"):
+        tree.dec_lock_ref(node)
+
+
+# -- random lives --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """The faults of the stores are meant."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def model_config(page_size: int, **options: Any) -> ModelConfig:
+    return ModelConfig(
+        make_tree=SWARadixCache,
+        page_size=page_size,
+        window={1: 3, 4: 6, 16: 40}[page_size],
+        window_pages=11,
+        host_window_pages=10,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize("prefetch_policy", PREFETCH_POLICIES)
+def test_random_lives(quiet: None, write_policy: str, prefetch_policy: str) -> None:
+    for seed, (page_size, is_eagle) in enumerate(zip((1, 4, 16), itertools.cycle((True, False)))):
+        config = model_config(
+            page_size,
+            is_eagle=is_eagle,
+            write_policy=write_policy,
+            prefetch_policy=prefetch_policy,
+        )
+        HiCacheModel(config, seed).run(NUM_STEPS)
+
+
+@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+def test_two_ranks_stay_in_step(quiet: None, write_policy: str) -> None:
+    HiCacheModel(model_config(4, write_policy=write_policy, num_ranks=2), 3).run(NUM_STEPS)
+
+
+def test_windows_come_back_from_storage(quiet: None) -> None:
+    """Lives that get much out of every tier, or the ones above would prove nothing."""
+    config = model_config(4, prefetch_policy="wait_complete", with_faults=False)
+    counts: Counter[str] = Counter()
+    for seed in (7, 8):
+        model = HiCacheModel(config, seed)
+        model.run(5 * NUM_STEPS)
+        counts.update(model.counts)
+        counts["reused"] += model.num_reused
+    assert counts["reused"] > 100, counts
+    assert counts["prefetched_tokens"] > 20, counts
+    assert counts["load_back_tokens"] > 20, counts
