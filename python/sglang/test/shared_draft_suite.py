@@ -66,12 +66,11 @@ class SharedDraftSuite:
             assert reply.status_code == 200, reply.text
             check_restored(first, case.ask(other), storage.class_name)
 
-    @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
     def test_every_tier_and_another_cache_keep_tokens_accept_length_and_bytes(
-        self, model: str, storage: StorageChoice, workers: SpecWorkerCache, layout: str
+        self, model: str, storage: StorageChoice, workers: SpecWorkerCache
     ) -> None:
         prompt = repetitive_prompt(model)
-        options = RigOptions(layout=layout, storage=storage)
+        options = RigOptions(storage=storage)
         rig = SpecCacheRig(model, workers, options)
         try:
             check_tiers(rig, prompt)

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.storage.mooncake_options import mooncake_options
 from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.shared_store import SharedPageStore
+from sglang.srt.utils.network import is_port_available
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.host_pages import get, make_host_pool, page_hash, put
 from sglang.test.fakes.store_servers import (
@@ -172,6 +173,18 @@ class TestMooncakeDrafts(SharedDraftSuite):
 
 class TestMooncakeServing(SharedServingSuite):
     """See the suite."""
+
+
+def test_the_local_store_of_the_scripts(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "mooncake_local.sh"
+    ports = iter(range(21000, 31000, 3))
+    port = next(p for p in ports if all(is_port_available(p + i, "127.0.0.1") for i in range(3)))
+    command = ["bash", str(script), "--port", str(port), "--memory", "64MB", "--check"]
+    environment = {**os.environ, "HISPEC_VENV": sys.prefix}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "a page was written and read" in result.stderr
+    assert is_port_available(port, "127.0.0.1"), "the store goes on"
 
 
 def test_the_benchmark_measures_it(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe_plain_topk": ("qwen3_moe", {"norm_topk_prob": False}),
     "moe_mixed_layers": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "gemma3": ("gemma3", {}),
-    "gemma3_tied": ("gemma3", {"tie_word_embeddings": None}),
+    "gemma3_tied": ("gemma3", {"tie_word_embeddings": True}),
     "gemma3_listed_layers": (
         "gemma3",
         {

@@ -26,7 +26,7 @@ from sglang.test.fakes.served_scheduler import Answer, ServedScheduler
 from sglang.test.fakes.spec_rig import Oracle, TinyPair, finish_all, run_all, serve, worker_of
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-register_cpu_ci(est_time=120, suite="models")
+register_cpu_ci(est_time=160, suite="models")
 
 WINDOW = 9
 NUM_NEW = 16
@@ -247,6 +247,46 @@ def test_speculation_changes_no_token(
             assert total is not None and total.num_correct_drafts > 20
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "topk", "page_size", "overlap"),
+    [("EAGLE3", 1, 16, True), ("EAGLE3", 4, 1, False), ("NGRAM", 1, 4, True)],
+)
+def test_speculation_over_every_tier(
+    pair: TinyPair,
+    greedy: list[list[int]],
+    tmp_path: Path,
+    algorithm: str,
+    topk: int,
+    page_size: int,
+    overlap: bool,
+) -> None:
+    """The draft's KV has slots like the target's full attention, whatever becomes of the rows."""
+    options = f'{{"prefetch_threshold": 1, "file_storage_path": "{tmp_path}"}}'
+    flags: list[Any] = ["--page-size", page_size, "--enable-hierarchical-cache"]
+    flags += ["--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config"]
+    flags += [options, "--hicache-storage-prefetch-policy", "wait_complete"]
+
+    def check(served: ServedScheduler, source: str | None) -> None:
+        if algorithm != "NGRAM":
+            oracle = Oracle(worker_of(served))
+            for prompt, output in zip(PROMPTS, greedy):
+                oracle.know(prompt, output)
+        answers = serve_all(served)
+        check_tokens(answers, greedy)
+        assert source is None or num_cached(answers, source) > 60
+
+    shape: dict[str, Any] = {"topk": topk, "overlap": overlap}
+    with serve(pair, algorithm, *flags, **shape) as served:
+        check(served, None)
+        served.evict_device()
+        check(served, "host")
+        served.flush()
+        check(served, "storage")
+        served.flush()
+    with serve(pair, algorithm, *flags, **shape) as served:
+        check(served, "storage")
+
+
 # -- many requests in little room ----------------------------------------------------------------
 
 
@@ -259,7 +299,7 @@ def test_random_traffic_leaves_nothing_behind(
 ) -> None:
     """Aborts, retractions and evictions; the equations of both pools are checked at the end."""
     rng = random.Random(f"{page_size}{overlap}{cache}")
-    flags: list[Any] = ["--max-total-tokens", 448, "--page-size", page_size]
+    flags: list[Any] = ["--max-total-tokens", 320, "--page-size", page_size]
     flags += ["--swa-full-tokens-ratio", 0.25, "--schedule-conservativeness", 0.05]
     flags += ["--chunked-prefill-size", 32, "--max-running-requests", 12]
     flags += [] if cache == "on" else ["--disable-radix-cache"]

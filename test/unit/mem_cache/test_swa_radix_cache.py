@@ -208,6 +208,32 @@ def test_a_request_gives_back_the_rows_behind_its_window(page_size: int) -> None
     assert hit(engine, req.all_ids) == whole
 
 
+def test_a_request_lets_go_of_the_window_of_its_prompt() -> None:
+    engine = make()
+    engine.run(A)
+    settle(engine)
+    req = HiReq(rid="r", origin_input_ids=[*A, 7])
+    assert engine.admit(req) and engine.extend(req, 1)
+    engine.tree.cache_unfinished_req(req)
+    settle(engine)
+    tree = tree_of(engine)
+    held = []
+    for token in range(9):
+        req.output_ids.append(token)
+        assert engine.extend(req, 1)
+        held.append(tree.swa_protected_size())
+    # From the sixth token on the window holds nothing of the prompt.
+    assert held == [5, 5, 5, 5, 5, 0, 0, 0, 0]
+    drop_rows(engine, 96)
+    req.output_ids.append(9)
+    assert engine.extend(req, 1)
+    engine.check()
+    engine.finish(req)
+    settle(engine)
+    assert tree.swa_protected_size() == 0
+    assert hit(engine, req.all_ids) == 41
+
+
 def test_full_eviction_takes_the_rows_along() -> None:
     engine = make()
     engine.run(A)
@@ -275,6 +301,34 @@ def test_a_window_that_only_the_host_has_is_loaded_beside_resident_slots() -> No
     engine.check()
     for running in (req, other):
         engine.finish(running, is_insert=False)
+    settle(engine)
+
+
+def test_a_window_comes_back_above_an_end_that_the_host_does_not_have() -> None:
+    engine = make()
+    engine.run(A[:20])
+    settle(engine)
+    drop_rows(engine, 64)
+    assert engine.cached(A[:20]) == (0, 20)
+    # Computed behind it, and not copied to the host yet.
+    req = HiReq(rid="r", origin_input_ids=[*A[:20], 1, 2, 3])
+    assert engine.admit(req) and engine.extend(req, 3)
+    engine.tree.write_policy = "write_back"
+    engine.finish(req)
+    tree = tree_of(engine)
+    for _ in range(4):
+        engine.controller.step_all()
+        engine.tick()
+    lower = tree.match_prefix(MatchPrefixParams(key=tree.make_key(req.all_ids))).last_device_node
+    assert lower is not None and lower.parent is not None and not lower.backuped
+    tree._windows.drop_rows(lower.parent)
+    engine.check()
+    again = HiReq(rid="again", origin_input_ids=[*req.all_ids, 4])
+    assert engine.admit(again) and len(again.prefix_indices) == 23
+    settle(engine)
+    assert engine.extend(again, 1)
+    engine.check()
+    engine.finish(again)
     settle(engine)
 
 

@@ -306,7 +306,11 @@ class HiCacheTiers(ComponentTree):
         resident = next((part for part in reversed(gained) if not part.evicted), start)
         num_tokens = sum(len(part.key) for part in gained if part.evicted)
         delta = self.inc_lock_ref(resident)
-        host_lock = self._take_host_lock(node)
+        # What is loaded may lie above an end that the host does not have.
+        source = node
+        while not source.backuped and source.parent is not None:
+            source = source.parent
+        host_lock = self._take_host_lock(source)
         device_indices = None
         if mem_quota is None or num_tokens <= mem_quota + delta:
             device_indices = self._queue_load(gained, num_tokens)

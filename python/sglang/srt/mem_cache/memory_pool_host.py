@@ -388,9 +388,13 @@ class _BufferedHostPool(HostKVCache):
 
     def page_buffers(self, index: int) -> list[memoryview]:
         """See the base class: one buffer in the page-first layouts, S * L in ``layer_first``."""
+        page = self._page(index)
+        if self.layout != "layer_first":
+            first = page * self.bytes_per_page
+            return [self.memory.array[first : first + self.bytes_per_page].data]
         itemsize = self._unit.itemsize
         buffers = []
-        for piece in self._pieces_of(self._page(index)):
+        for piece in self._pieces_of(page):
             start = piece.storage_offset() * itemsize
             buffers.append(self.memory.array[start : start + piece.nbytes].data)
         return buffers

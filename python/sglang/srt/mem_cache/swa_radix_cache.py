@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheableReq,
     CacheInitParams,
     EvictParams,
     EvictResult,
@@ -43,6 +44,8 @@ class SWARadixCache(UnifiedRadixCache):
         self._windows.bind_split(self._split)
         # Least recently used last, as of when it was made; see `_evict_rows`.
         self._victims: list[tuple[int, TreeNode]] = []
+        # Rows of requests that have gone so far that they look back on nothing of the tree.
+        self._past_the_tree: set[int] = set()
 
     @property
     def _windows(self) -> SWAComponent:
@@ -62,6 +65,35 @@ class SWARadixCache(UnifiedRadixCache):
         """See ``BasePrefixCache``."""
         super().reset()
         self._victims.clear()
+        self._past_the_tree.clear()
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def _release_behind(self, req: CacheableReq, stride: int) -> None:
+        super()._release_behind(req, stride)
+        row, node = req.req_pool_idx, req.last_node
+        if row is None or node is None or row in self._past_the_tree:
+            return
+        if req.kv_committed_len - self._windows.reach >= req.cache_protected_len:
+            self._windows.unlock(node)
+            self._past_the_tree.add(row)
+
+    def cache_unfinished_req(self, req: CacheableReq, chunked: bool = False) -> None:
+        """See ``BasePrefixCache``."""
+        self._complete_lock(req)
+        super().cache_unfinished_req(req, chunked)
+
+    def cache_finished_req(self, req: CacheableReq, is_insert: bool = True) -> None:
+        """See ``BasePrefixCache``."""
+        self._complete_lock(req)
+        super().cache_finished_req(req, is_insert)
+
+    def _complete_lock(self, req: CacheableReq) -> None:
+        """Take a window's lock again, so that the request's lock can be returned as a whole."""
+        row = req.req_pool_idx
+        if row in self._past_the_tree and req.last_node is not None:
+            self._windows.lock(req.last_node)
+            self._past_the_tree.discard(row)
 
     # -- where nodes are divided ----------------------------------------------------------------
 

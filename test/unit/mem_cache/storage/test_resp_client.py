@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -41,7 +42,11 @@ def connect() -> Iterator[Connect]:
             if not hangs:
                 client.shutdown(socket.SHUT_WR)
 
-        threading.Thread(target=serve, daemon=True).start()
+        def serve_until_closed() -> None:
+            with suppress(OSError):  # the test is over
+                serve()
+
+        threading.Thread(target=serve_until_closed, daemon=True).start()
         where = RespAddress(port=listener.getsockname()[1], **address)  # type: ignore[arg-type]
         connection = RespConnection(where, connect_timeout_s=5, timeout_s=0.3)
         opened.append(connection)
