@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import psutil
 import requests
 
-from sglang.srt.utils.network import is_port_available
+from sglang.srt.utils.network import get_free_ports
 from sglang.test.small_server import SmallServer, sum_series
 from sglang.test.test_utils import popen_launch_server, terminate_and_kill_process_tree
 
@@ -33,9 +32,6 @@ Flags = Sequence[str | int | float]
 _START_TIMEOUT_S = 120
 _ROUTER_TIMEOUT_S = 30
 _POLL_S = 0.1
-# Below the ports that systems hand out to clients: the port of a replica that is down must still
-# be free when it comes back.
-_PORTS = range(20000, 32000)
 # Short times, so that a test sees a death and a return within seconds. `scripts/serve_replicas.sh`
 # has the figures for service.
 ROUTER_FLAGS: Flags = (
@@ -63,17 +59,6 @@ def shared_storage(folder: Path, page_size: int) -> Flags:
     )
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now and that no client is given."""
-    found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
-        if len(found) == count:
-            break
-        if is_port_available(port, "127.0.0.1"):
-            found.append(port)
-    return found
-
-
 @dataclass(frozen=True)
 class Replica(SmallServer):
     """A running server that knows its process."""
@@ -88,7 +73,7 @@ class Fleet:
         self._model = model
         self._flags: Flags = ("--max-total-tokens", 4096, "--num-threads", 1, *flags)
         self._device = device
-        self.urls = [f"http://127.0.0.1:{port}" for port in free_ports(count)]
+        self.urls = [f"http://127.0.0.1:{port}" for port in get_free_ports(count)]
         self.replicas: list[Replica | None] = [None] * count
 
     def __getitem__(self, index: int) -> Replica:
@@ -179,7 +164,7 @@ class Router(Replica):
 @contextmanager
 def route(urls: Sequence[str], *flags: str | int | float) -> Iterator[Router]:
     """A router over servers that run already. Flags come after `ROUTER_FLAGS`."""
-    port, metrics_port = free_ports(2)
+    port, metrics_port = get_free_ports(2)
     words = [
         *("launch", "--worker-urls", *urls, "--host", "127.0.0.1", "--port", port),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port),

@@ -6,10 +6,15 @@ No project imports beside the base layer; used by the launcher, the argument par
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import random
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
+
+_FIRST_FREE_PORT = 20000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +84,41 @@ def get_free_port(host: str = "127.0.0.1") -> int:
 
 
 def get_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different free ports: all are held until the last one is found."""
+    """`count` different free ports: all are held until the last one is found.
+
+    From below those that the system gives to outgoing connections, which would take them at any
+    moment before they are used.
+    """
     probes = [socket.socket(_family(host), socket.SOCK_STREAM) for _ in range(count)]
     try:
         for probe in probes:
-            probe.bind((host, 0))
+            _bind_anywhere(probe, host)
         return [probe.getsockname()[1] for probe in probes]
     finally:
         for probe in probes:
             probe.close()
+
+
+def _bind_anywhere(probe: socket.socket, host: str) -> None:
+    end = _first_ephemeral_port()
+    if end > _FIRST_FREE_PORT:
+        ports = range(_FIRST_FREE_PORT, end)
+        # Not by the process's generator: others may have been seeded alike.
+        for port in random.SystemRandom().sample(ports, k=min(50, len(ports))):
+            try:
+                probe.bind((host, port))
+                return
+            except OSError:
+                continue
+    probe.bind((host, 0))
+
+
+@functools.cache
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def get_open_port() -> int:
