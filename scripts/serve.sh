@@ -36,12 +36,14 @@ fi
 # there. Mistakes and a busy port are found now, not after a model has been fetched.
 LISTENS="$("$PY" - "$@" <<'PYTHON'
 import logging, sys
+from sglang.srt.mem_cache.storage.extra_config import parse_extra_config
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils.network import wait_port_available
 
 logging.disable()
 try:
     args = prepare_server_args(sys.argv[1:], defaults=["--model-path", "/the small model"])
+    storage = parse_extra_config(args.hicache_storage_backend_extra_config).backend
 except ValueError as error:
     sys.exit(f"sglang: error: {error}")
 if args.node_rank == 0 and not wait_port_available(args.port, args.host, 0):
@@ -49,12 +51,18 @@ if args.node_rank == 0 and not wait_port_available(args.port, args.host, 0):
         f"sglang: error: cannot listen on {args.host}:{args.port}: it is in use or not allowed; "
         "choose another with --port."
     )
-print("small" if args.model_path == "/the small model" else "own", args.url())
+is_theirs = args.hicache_storage_backend not in (None, "file") or "file_storage_path" in storage
+print(
+    "small" if args.model_path == "/the small model" else "own",
+    "their-storage" if is_theirs else "our-folder",
+    args.url(),
+)
 PYTHON
 )" || exit 2
+read -r WHOSE_MODEL WHOSE_STORAGE URL <<<"$LISTENS"
 
 DEFAULTS=()
-if [ "${LISTENS%% *}" = small ]; then
+if [ "$WHOSE_MODEL" = small ]; then
   MODEL="$("$PY" "$ROOT/scripts/fetch_model.py" | tail -n 1)" && [ -n "$MODEL" ] \
     || die "the small model could not be fetched (see above); serve one you have with --model-path."
   DEFAULTS+=(--model-path "$MODEL" --served-model-name smollm2-135m-instruct)
@@ -67,13 +75,17 @@ if [ "${LISTENS%% *}" = small ]; then
     DEFAULTS+=(--enable-hierarchical-cache --page-size 16)
     say "hierarchical cache: KV is kept in host memory too (--no-hicache: without)"
   fi
-  if [ -n "$STORAGE" ]; then
+  # Storage that the flags describe is left to them: the variable would win over its path.
+  if [ -n "$STORAGE" ] && [ "$WHOSE_STORAGE" = our-folder ]; then
     FOLDER="${SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR:-${HISPEC_CACHE:-$HOME/.cache/hispec}/hicache}"
     mkdir -p -- "$FOLDER" || die "the storage folder $FOLDER cannot be made; see --no-storage."
     export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="$FOLDER"
     DEFAULTS+=(--hicache-storage-backend file)
     say "KV that outlives the server goes to $FOLDER (--no-storage: without)"
+  elif [ -n "$STORAGE" ]; then
+    DEFAULTS+=(--hicache-storage-backend file)
+    say "KV that outlives the server goes where the flags say (--no-storage: without)"
   fi
 fi
-say "starting the server on ${LISTENS#* }"
+say "starting the server on $URL"
 exec "$PY" -m sglang.cli serve ${DEFAULTS[@]+"${DEFAULTS[@]}"} "$@"

@@ -55,9 +55,12 @@ fi
 case "$STORAGE" in
   none) FLAGS+=(--no-storage) ;;
   file)
-    FOLDER="${SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR:-${HISPEC_CACHE:-$HOME/.cache/hispec}/hicache}"
-    mkdir -p -- "$FOLDER" || die "the storage folder $FOLDER cannot be made."
-    export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="$FOLDER" ;;
+    # The variable would win over a path of STORAGE_CONFIG.
+    case "${STORAGE_CONFIG:-}" in *'"file_storage_path"'*) ;; *)
+      FOLDER="${SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR:-${HISPEC_CACHE:-$HOME/.cache/hispec}/hicache}"
+      mkdir -p -- "$FOLDER" || die "the storage folder $FOLDER cannot be made."
+      export SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR="$FOLDER" ;;
+    esac ;;
   mooncake)
     ensure_environment mooncake
     ensure_rdma_library || exit 1 ;;

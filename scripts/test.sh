@@ -39,7 +39,7 @@ check "ruff format" "$PY" -m ruff format --check "${FOLDERS[@]}"
 check "mypy" "$PY" -m mypy "${FOLDERS[@]}"
 check "unit tests" "$PY" -m pytest -n 2 test/unit
 # A file is one worker's: its tests share a server.
-check "registered tests" "$PY" -m pytest -n 2 --dist loadfile test/registered
+check "registered tests" "$PY" -m pytest -n 2 --dist loadfile --durations=25 test/registered
 if [ ${#FAILED[@]} -gt 0 ]; then
   printf '[hispec] failed: %s\n' "${FAILED[@]}" >&2
   exit 1

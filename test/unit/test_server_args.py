@@ -376,6 +376,24 @@ def test_hicache_layout_rules() -> None:
     assert args.hicache_mem_layout == "page_first"
 
 
+@pytest.mark.parametrize("ratio", [0, -2, float("nan"), float("inf")])
+def test_a_host_pool_of_no_size_is_refused(ratio: float) -> None:
+    with pytest.raises(ValueError, match="--hicache-ratio must be greater than 0, not"):
+        _parse("--enable-hierarchical-cache", "--hicache-ratio", ratio)
+    assert _parse("--enable-hierarchical-cache", "--hicache-ratio", 0.5).hicache_ratio == 0.5
+
+
+def test_tiers_without_their_switch_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    storage = ("--hicache-storage-backend", "file")
+    validation.warn_ignored(_parse("--enable-hierarchical-cache", *storage))
+    assert not caplog.messages
+    validation.warn_ignored(_parse(*storage, "--hicache-ratio", 3))
+    assert caplog.messages == [
+        "--hicache-ratio, --hicache-storage-backend: no effect without "
+        "--enable-hierarchical-cache; KV is kept on the device only"
+    ]
+
+
 def test_chunk_default_is_a_multiple_of_the_page() -> None:
     args = _cpu(page_size=48)
     assert args.chunked_prefill_size is not None

@@ -163,7 +163,8 @@ class Envs:
         600.0, "Seconds that the front waits for a scheduler's reply to a control request."
     )
     SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT = _float(
-        240.0, "Seconds that a scheduler waits for the members of a trainer's group to join."
+        240.0,
+        "Seconds that a scheduler waits, and serves nothing, for a trainer's group to be complete.",
     )
     SGLANG_WEIGHT_RECEIVE_TIMEOUT = _float(
         240.0, "Seconds that a scheduler waits for the tensors of one weight update."

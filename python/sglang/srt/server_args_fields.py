@@ -302,7 +302,7 @@ class ServerArgsFields:
         False, "Keep KV in host memory and storage too.", aliases=("--enable-hicache",)
     )
     hicache_ratio: float | None = arg(None, "Host pool size / device pool size; auto.")
-    hicache_size: int = arg(0, "Host pool in GB a rank; > 0 wins over the ratio.")
+    hicache_size: int = arg(0, "Host pool in whole GB a rank; > 0 wins over the ratio.")
     hicache_host_memory_fraction: float = arg(
         0.8, "Share of free host memory that the default ratio may use."
     )

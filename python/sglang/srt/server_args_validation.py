@@ -9,6 +9,7 @@ Features that this release does not have are rows of `NOT_BUILT`; building one r
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 from collections.abc import Callable
@@ -358,13 +359,29 @@ def _normalize_speculation(args: ServerArgsFields) -> None:
 
 
 def warn_ignored(args: ServerArgsFields) -> None:
-    """Say once, at launch, which settings the chosen device has no use for."""
+    """Say once, at launch, which settings have no effect beside the others."""
+    if not args.enable_hierarchical_cache:
+        given = [name for name in _HICACHE_ONLY if getattr(args, name) != _default_of(name)]
+        if given:
+            logger.warning(
+                "%s: no effect without --enable-hierarchical-cache; KV is kept on the device only",
+                ", ".join(map(_flag, given)),
+            )
     if args.device == "cuda":
         return
     for name in _CUDA_ONLY:
         if getattr(args, name) != _default_of(name):
             logger.warning("%s has no effect on CPU", _flag(name))
 
+
+_HICACHE_ONLY = (
+    "hicache_ratio",
+    "hicache_size",
+    "hicache_write_policy",
+    "hicache_storage_backend",
+    "hicache_storage_backend_extra_config",
+    "hicache_storage_prefetch_policy",
+)
 
 _CUDA_ONLY = (
     "cuda_graph_max_bs_decode",
@@ -467,6 +484,11 @@ def _check_ranges(args: ServerArgsFields) -> None:
     _require(
         0 < args.swa_full_tokens_ratio <= 1,
         f"--swa-full-tokens-ratio must lie in (0, 1], not {args.swa_full_tokens_ratio}.",
+    )
+    ratio = args.hicache_ratio
+    _require(
+        ratio is None or 0 < ratio < math.inf,
+        f"--hicache-ratio must be greater than 0, not {ratio}.",
     )
     _require(
         0 < args.hicache_host_memory_fraction <= 1,

@@ -138,6 +138,45 @@ def test_the_documented_sequence(server: SmallServer, tmp_path: Path) -> None:
     assert call(server, "PUT", **given, **policies).status_code == 200
 
 
+def test_a_body_is_read_to_the_letter(server: SmallServer, tmp_path: Path) -> None:
+    given = attachment(tmp_path)
+    config = given["hicache_storage_backend_extra_config_json"]
+    refused: list[tuple[dict[str, str], str]] = [
+        ({"write_policy": "write_back", "backend": "file"}, "backend, write_policy"),
+        ({"hicache_storage_backend_extra_config": "{}"}, "two names of one thing"),
+    ]
+    for fields, reason in refused:
+        reply = call(server, "PUT", **given, **fields)
+        assert reply.status_code == 400 and reason in reply.text
+        assert status(server)["hicache_storage_backend"] is None
+    name = "hicache_storage_backend_extra_config"  # as the status and the flag say
+    own = {"hicache_storage_backend": "file", "hicache_write_policy": "write_through", name: config}
+    assert call(server, "PUT", **own).status_code == 200
+    assert status(server).items() >= own.items()
+    elsewhere = attachment(tmp_path / "elsewhere")
+    reply = call(server, "PUT", **elsewhere, hicache_write_policy="write_back")
+    assert reply.status_code == 400 and "detach" in reply.text
+    assert status(server).items() >= own.items()
+    only_policies = {"hicache_storage_backend": "file", "hicache_write_policy": "write_back"}
+    assert call(server, "PUT", **only_policies).status_code == 200
+    assert status(server).items() >= {name: config, **only_policies}.items()
+
+
+def test_damaged_pages_show_in_the_metrics(server: SmallServer, tmp_path: Path) -> None:
+    assert attach(server, tmp_path).status_code == 200
+    first = ask(server, 15)
+    flush(server)
+    pages = sorted(tmp_path.glob("*.bin"))
+    for path in pages:
+        path.write_bytes(path.read_bytes()[:-1])
+    before = metric(server, "sglang:hicache_damaged_pages_total")
+    again = ask(server, 15)
+    assert again["output_ids"] == first["output_ids"]
+    assert again["meta_info"]["cached_tokens"] == 0
+    after = metric(server, "sglang:hicache_damaged_pages_total")
+    assert before < after <= before + len(pages)
+
+
 def test_what_was_cached_before_reaches_storage(server: SmallServer, tmp_path: Path) -> None:
     first = ask(server, 1)
     assert first["meta_info"]["cached_tokens_details"] is None

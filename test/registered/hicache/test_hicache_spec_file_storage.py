@@ -216,6 +216,36 @@ def test_a_lost_draft_page_is_never_replaced_by_old_bytes(
         rig.close()
 
 
+def test_zeros_in_place_of_a_draft_never_reach_storage(
+    model: str, prompt: list[int], workers: SpecWorkerCache, tmp_path: Path
+) -> None:
+    """Others would take them for the draft's KV, whatever their policy is."""
+    lost = 9
+    options = RigOptions(storage=str(tmp_path), draft_storage_policy="best_effort")
+    rig = SpecCacheRig(model, workers, options)
+    try:
+        rig.ask(prompt)
+        rig.flush()
+        _lose_draft_page(tmp_path, rig, prompt, lost)
+        assert rig.ask(prompt).cached["storage"] >= MIN_STORAGE_TOKENS
+        # A storage that has nothing: everything is written again at the next visit.
+        assert rig.harness.tree.detach_storage_backend()[0]
+        for file in tmp_path.glob("*.bin"):
+            file.unlink()
+        success, message = rig.harness.tree.attach_storage_backend(
+            storage_backend="file",
+            storage_backend_extra_config_json=f'{{"file_storage_path": "{tmp_path}"}}',
+        )
+        assert success, message
+        rig.ask(prompt)
+        rig.settle()
+        num_target, num_draft = storage_files(tmp_path)
+        assert num_target >= NUM_PAGES
+        assert num_draft == lost, "zeros, or what was computed behind them, were written"
+    finally:
+        rig.close()
+
+
 # ------------------------------------------------------------------------------------------------
 # Negative controls
 # ------------------------------------------------------------------------------------------------

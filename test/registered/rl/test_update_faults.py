@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from sglang.srt.utils.network import get_free_port
+from sglang.srt.utils.process_group import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.rl_trainers import PROMPTS
@@ -139,6 +144,14 @@ def test_bad_tensors_are_refused_untouched(server: SmallServer) -> None:
             },
             "must not be empty",
         ),
+        (
+            "/init_weights_update_group",
+            {
+                **{"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1},
+                **{"world_size": 2, "group_name": "x", "backend": "foo"},
+            },
+            "backend must be one of gloo, nccl",
+        ),
     ],
 )
 def test_bad_calls_are_refused(
@@ -157,7 +170,7 @@ def test_malformed_bodies_and_unknown_names(server: SmallServer) -> None:
     assert server.post("/update_weights_from_distributed", json={"names": 3}).status_code == 400
     reply = server.get("/get_weights_by_name", json={"name": "no.such"})
     assert reply.status_code == 400
-    assert reply.json() == {"error": {"message": "Get parameter by name failed"}}
+    assert reply.json() == {"error": {"message": "Get parameter by name failed: no.such"}}
     rows = server.get("/get_weights_by_name", json={"name": NORM, "truncate_size": 3}).json()
     assert len(rows) == 3
     twice = server.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
@@ -190,6 +203,32 @@ def test_a_trainer_that_dies_in_the_middle_of_a_broadcast(
     assert reply.status_code == 400 and "init_weights_update_group" in reply.json()["message"]
 
 
+@pytest.mark.usefixtures("unharmed")
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [("bfloat16", "more bytes"), ("float64", "fewer bytes"), ("float33", "unknown dtype")],
+)
+def test_broadcasts_that_are_not_as_declared(server: SmallServer, dtype: str, text: str) -> None:
+    port = get_free_port()
+    group = {"group_name": "odd", "backend": "gloo", "rank_offset": 1, "world_size": 2}
+    place = {"master_address": "127.0.0.1", "master_port": port}
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(server.post, "/init_weights_update_group", json={**group, **place})
+        trainer = init_custom_process_group(
+            "gloo", f"tcp://127.0.0.1:{port}", world_size=2, rank=0, group_name="odd"
+        )
+        assert opened.result().status_code == 200
+        body = {"names": [NORM], "dtypes": [dtype], "shapes": [[60]], "group_name": "odd"}
+        answer = pool.submit(server.post, "/update_weights_from_distributed", json=body)
+        with contextlib.suppress(RuntimeError):
+            dist.broadcast(torch.ones(60), src=0, group=trainer)
+        dist.destroy_process_group(trainer)
+        reply = answer.result()
+    assert reply.status_code == 400
+    message = reply.json()["message"]
+    assert text in message and message.endswith("group odd was closed, open it again.")
+
+
 def test_mixed_weights_are_not_ready_until_all_have_come(
     server: SmallServer, models: Models
 ) -> None:
@@ -202,11 +241,14 @@ def test_mixed_weights_are_not_ready_until_all_have_come(
     assert check(action="reset_tensors", selector="target").status_code == 200
     assert check(action="compare").status_code == 400
     assert "max_abs_err" in check(action="compare").json()["message"]
-    assert server.get("/health_generate").status_code == 503
     items = list(weights.items())
-    for part in (items[:9], items[9:]):
-        assert server.get("/health_generate").status_code == 503
-        assert server.post("/update_weights_from_tensor", json=tensors(part)).status_code == 200
+    for part, told in ((items[:9], len(items)), (items[9:], len(items) - 9)):
+        health = server.get("/health_generate")
+        assert health.status_code == 503
+        assert f"the target lacks {told} of {len(items)} tensors (" in health.text
+        reply = server.post("/update_weights_from_tensor", json=tensors(part))
+        assert reply.status_code == 200
+        assert ("are mixed" in reply.json()["message"]) is (part == items[:9])
     assert server.get("/health_generate").status_code == 200
     assert check(action="compare").json() == {"success": True, "message": "Success"}
     answer = server.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)

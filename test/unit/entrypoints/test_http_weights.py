@@ -93,12 +93,17 @@ def test_tensors_must_be_texts(weights: HttpFront) -> None:
     assert weights.post("/update_weights_from_tensor", json=body).status_code == 400
 
 
-def test_mixed_weights_are_not_ready(weights: HttpFront) -> None:
+def test_mixed_weights_are_not_ready(weights: HttpFront, caplog: pytest.LogCaptureFixture) -> None:
+    lacking = "the target lacks 1 of 2 tensors (a)"
     weights.scheduler.weight_reply = WeightUpdateReqOutput(
-        success=False, message="half", weights_mixed=True
+        success=False, message="half", weights_mixed=True, mixed_tensors=lacking
     )
-    weights.post("/update_weights_from_tensor", json=TENSORS)
-    assert weights.get("/health_generate").status_code == 503
+    for _ in range(2):
+        weights.post("/update_weights_from_tensor", json=TENSORS)
+    assert caplog.text.count(lacking) == 1, "told when it becomes so"
+    for path in ("/health_generate", "/health"):
+        reply = weights.get(path)
+        assert reply.status_code == 503 and lacking in reply.text
     weights.scheduler.weight_reply = WeightUpdateReqOutput(message="Success")
     weights.post("/update_weights_from_tensor", json=TENSORS)
     assert weights.get("/health_generate").status_code == 200

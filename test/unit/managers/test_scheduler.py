@@ -256,6 +256,28 @@ def test_flush_clears_everything_or_nothing(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_who_is_busy_says_with_what(overlap):
+    harness = SchedulerHarness(overlap=overlap, chunk_size=8)
+    assert harness.scheduler._why_busy() is None
+    harness.generate("r", list(range(1, 30)), 6, ignore_eos=True)
+    seen: list[str | None] = []
+    while (busy := harness.scheduler._why_busy()) is not None or not seen:
+        seen.append(busy)
+        harness.step()
+    # A prompt whose first step is not merged into the running batch yet counts as well.
+    assert not any(told and told.startswith("#queue-req: 0, #running-req: 0") for told in seen)
+    assert "#queue-req: 0, #running-req: 1 (a prompt is being computed)" in seen
+    assert "#queue-req: 0, #running-req: 1" in seen
+    harness.run_until_idle()
+    harness.send(PauseGenerationReqInput(control_id="p", mode="in_place"))
+    harness.step()
+    harness.generate("q", [1, 2, 3], 2)
+    harness.step()
+    told = "#queue-req: 1, #running-req: 0 (generation is paused)"
+    assert harness.scheduler._why_busy() == told
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_flush_right_after_the_last_token_succeeds(overlap):
     harness = SchedulerHarness(overlap=overlap)
     harness.generate("r", [1, 2, 3], 6, ignore_eos=True)

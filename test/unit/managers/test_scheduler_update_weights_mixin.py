@@ -32,6 +32,9 @@ class FakeUpdater:
     def kv_fingerprint(self) -> str:
         return self.fingerprint
 
+    def describe_mixed(self) -> str:
+        return ""
+
     def wait_for_all_ranks(self) -> None:
         self._log.append("barrier")
 
@@ -88,18 +91,28 @@ def platform() -> None:
     init_platform("cpu")
 
 
-def update(host: FakeHost, *, success: bool = True, writes: bool = True, **fields: Any) -> Any:
+def update(
+    host: FakeHost,
+    *,
+    success: bool = True,
+    writes: bool = True,
+    discarded: str | None = None,
+    **fields: Any,
+) -> Any:
     def load() -> WeightUpdateResult:
         host.log.append("load")
         if writes:
             host.weight_updater.fingerprint = "b"
-        return WeightUpdateResult(success=success, message="Done.", weights_mixed=not success)
+        mixed = "" if success else "the target lacks 3 of 4 tensors"
+        return WeightUpdateResult(
+            success=success, message="Done.", weights_mixed=not success, mixed_tensors=mixed
+        )
 
     return apply_weight_update(
         cast(WeightUpdateHost, host),
         UpdateWeightFromDiskReqInput(model_path="new", **fields),
         load,
-        discard=lambda: host.log.append("discard"),
+        discard=lambda: host.log.append("discard") or discarded,
     )
 
 
@@ -122,6 +135,7 @@ def test_a_flush_that_cannot_be_touches_nothing_and_takes_what_is_sent() -> None
     reply = update(host, weight_version="7")
     assert host.log == ["settle", "discard", "barrier"]
     assert not reply.success and "#running-req: 1" in reply.message and host.version == "0"
+    assert update(host, discarded="Group g was closed.").message.endswith(" Group g was closed.")
 
 
 @pytest.mark.parametrize(("writes", "end"), [(True, "flush"), (False, "isolate")])
@@ -130,6 +144,9 @@ def test_a_failure_leaves_no_kv_of_what_was_overwritten(writes: bool, end: str) 
     reply = update(host, success=False, writes=writes, weight_version="7")
     assert host.log == ["settle", "prepare", "load", end, "barrier"]
     assert not reply.success and reply.weights_mixed and host.version == "0"
+    assert reply.message == (
+        "Done. The weights are mixed until all have come: the target lacks 3 of 4 tensors."
+    )
 
 
 def test_a_flush_that_fails_after_all_is_a_broken_invariant() -> None:

@@ -72,6 +72,26 @@ def test_attach_and_detach_are_idempotent_and_keep_policies_on_failure() -> None
     assert not tree.enable_storage
 
 
+def test_damage_that_storage_finds_is_counted_once_and_for_each_attachment() -> None:
+    counted: Counter[str] = Counter()
+    store = MemoryStore()
+    engine = engine_of(store=store, metrics=lambda name, amount: counted.update({name: amount}))
+    damaged = 0
+    store.num_damaged_pages = lambda: damaged  # type: ignore[method-assign]
+    for number, damaged in enumerate((0, 2, 2, 5)):  # noqa: B007
+        engine.run(prompt(2, first=100 * number))
+        engine.settle()
+        assert counted["damaged_pages"] == damaged
+    damaged = 6
+    assert engine.tree.detach_storage_backend()[0]
+    assert counted["damaged_pages"] == 6
+    damaged = 1  # another object counts from 0
+    assert engine.tree.attach_storage_backend(storage_backend="memory")[0]
+    engine.run(prompt(2, first=900))
+    engine.settle()
+    assert counted["damaged_pages"] == 7
+
+
 def test_a_backend_that_cannot_be_made_changes_nothing() -> None:
     engine = engine_of(storage_backend=None)
 

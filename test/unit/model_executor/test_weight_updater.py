@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,6 +182,27 @@ def test_custom_loaders(runner: Runner, updater: WeightUpdater) -> None:
     assert not result.success and "in place" in result.message and result.weights_mixed
 
 
+def test_custom_loaders_are_imported_at_start(runner: Runner) -> None:
+    for name in ("no.such.function", f"{__name__}.absent", "nameless"):
+        with pytest.raises(ValueError, match=f"--custom-weight-loader {name} cannot be imported"):
+            WeightUpdater(runner, model_path="x", custom_weight_loaders=[name])
+
+
+def test_the_table_of_names_is_built_once(
+    runner: Runner, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[LanguageModel] = []
+    intact = LanguageModel.weight_table
+
+    def weight_table(self: LanguageModel) -> Any:
+        built.append(self)
+        return intact(self)
+
+    monkeypatch.setattr(LanguageModel, "weight_table", weight_table)
+    assert updater.update_from_tensor(pack([GOOD])).success
+    assert len(built) == 1
+
+
 def test_padding_without_tensors_is_a_success(runner: Runner, updater: WeightUpdater) -> None:
     empty = {"flattened_tensor": torch.empty(0, dtype=torch.uint8), "metadata": []}
     result = updater.update_from_tensor(pack(empty), "flattened_bucket")
@@ -217,17 +239,20 @@ REFUSED: dict[str, tuple[Callable[[], list[Any]], str | None, str]] = {
     "hostile": (lambda: [pickle.dumps([GOOD[0], _Hostile()])], None, "Blocked unsafe global"),
     "truncated": (lambda: [pack([GOOD])[0][:-40]], None, "cannot read serialized"),
     "no entry": (lambda: [], None, "none for rank 0"),
+    "twice": (lambda: pack([GOOD, GOOD]), None, f"more than once (1): {GOOD[0]}"),
     "load format": (lambda: pack([GOOD]), "os.system", "Unknown load_format=os.system"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_does_not_fit_changes_nothing(
-    kind: str, runner: Runner, updater: WeightUpdater
+    kind: str, runner: Runner, updater: WeightUpdater, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, load_format, text = REFUSED[kind]
     assert_refused(updater.update_from_tensor(make(), load_format), runner, text)
     assert runner.decode_runner.calls == 0
+    if kind in ("hostile", "load format"):
+        assert not any(record.exc_info for record in caplog.records), "a line says all"
 
 
 # -- files --------------------------------------------------------------------------------------
@@ -286,8 +311,15 @@ def test_mixed_until_a_complete_update(
     assert runner.fingerprint.digest() == WeightsFingerprint().full(runner.model)
     monkeypatch.undo()
     named = list(weights(2).items())
-    assert updater.update_from_tensor(pack(named[:-1])).weights_mixed
-    assert not updater.update_from_tensor(pack(named[-1:])).weights_mixed
+    partial = updater.update_from_tensor(pack(named[:-1]))
+    assert partial.weights_mixed
+    assert (
+        partial.mixed_tensors
+        == (f"the target lacks 1 of {len(named)} tensors ({named[-1][0]})")
+        == updater.describe_mixed()
+    )
+    whole = updater.update_from_tensor(pack(named[-1:]))
+    assert not whole.weights_mixed and whole.mixed_tensors == ""
     assert_holds(runner, weights(2))
 
 
@@ -335,7 +367,9 @@ def _norm() -> nn.Module:
     return norm
 
 
-def test_a_draft_is_changed_only_by_its_own_tensors(runner: Runner, tmp_path: Path) -> None:
+def test_a_draft_is_changed_only_by_its_own_tensors(
+    runner: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     draft_model = _Draft(runner.model.config, runner.model.get_parameter("lm_head.weight"))
     draft = Runner(draft_model)
     updater = WeightUpdater(runner, [draft], model_path=str(tmp_path / "old"))
@@ -354,6 +388,12 @@ def test_a_draft_is_changed_only_by_its_own_tensors(runner: Runner, tmp_path: Pa
     name = "model.layers.0.input_layernorm.weight"
     result = updater.update_from_tensor(pack([(name, torch.ones(24))]), selector="draft")
     assert list(result.changed) == ["draft"] and bool((norm == 1).all())
+    with caplog.at_level("INFO"):
+        foreign = [(name, torch.ones(24)), GOOD]
+        assert updater.update_from_tensor(pack(foreign), selector="draft").success
+    assert f"1 of 2 tensors sent for the draft are not its own and were left out ({GOOD[0]})" in (
+        caplog.text
+    )
     result = updater.update_from_tensor(pack([("fc.weight", torch.ones(3, 2))]))
     assert list(result.changed) == ["draft"], "a name that the target has no use for"
     assert_holds(runner, weights(1))
@@ -482,7 +522,12 @@ def test_groups_that_cannot_be(runner: Runner, updater: WeightUpdater) -> None:
         ("127.0.0.1", 1, 1, 2, "g", "nccl"),
         ("127.0.0.1", "x", 1, 2, "g", "gloo"),
     ):
-        assert not updater.init_group(*arguments).success
+        result = updater.init_group(*arguments)
+        assert not result.success and not result.message.endswith("..")
+    start = time.monotonic()
+    result = updater.init_group("127.0.0.1", 1, 1, 2, "g", "foo")
+    assert "backend must be one of gloo, nccl, got 'foo'." in result.message
+    assert time.monotonic() - start < 1
     result = updater.update_from_distributed([UP], ["float32"], [[10, 24]], "g")
     assert_refused(result, runner, "Failed to receive weights", "init_weights_update_group")
 

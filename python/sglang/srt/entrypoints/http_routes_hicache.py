@@ -6,10 +6,13 @@ without an admin key.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Any
+
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from sglang.srt.entrypoints.http_body import body_schema, read_as, read_json
+from sglang.srt.entrypoints.http_body import BodyError, body_schema, convert, read_json
 from sglang.srt.entrypoints.http_errors import json_response, native_error
 from sglang.srt.entrypoints.http_state import get_manager
 from sglang.srt.entrypoints.http_stream import answers_errors
@@ -19,7 +22,48 @@ from sglang.srt.managers.request_errors import RequestError
 router = APIRouter()
 native = answers_errors(native_error)
 
+_CONFIG, _CONFIG_JSON = (
+    "hicache_storage_backend_extra_config",
+    "hicache_storage_backend_extra_config_json",
+)
 _CLEARED = "Hierarchical cache storage backend cleared.\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachStorageBody:
+    """Body of the PUT. The extra config, a text, goes by its name in the status and the flags too.
+
+    None: the present policy; where the backend is attached already, also its present config.
+    """
+
+    hicache_storage_backend: str = ""
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_backend_extra_config: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+def read_attachment(body: Any) -> AttachHiCacheStorageReqInput:
+    """Convert the decoded body of a PUT.
+
+    Raises BodyError for unknown keys, which are named, and for two different extra configs.
+    """
+    attachment = convert(body, AttachStorageBody)
+    known = [spec.name for spec in fields(AttachStorageBody)]
+    if unknown := sorted(set(body) - set(known)):
+        raise BodyError(
+            f"Unknown keys: {', '.join(unknown)}. The body may have {', '.join(known)}."
+        )
+    given = attachment.hicache_storage_backend_extra_config_json
+    other = attachment.hicache_storage_backend_extra_config
+    if given is not None and other is not None and given != other:
+        raise BodyError(f"{_CONFIG} and {_CONFIG_JSON} are two names of one thing and differ.")
+    return AttachHiCacheStorageReqInput(
+        hicache_storage_backend=attachment.hicache_storage_backend,
+        hicache_storage_backend_extra_config_json=other if given is None else given,
+        hicache_storage_prefetch_policy=attachment.hicache_storage_prefetch_policy,
+        hicache_write_policy=attachment.hicache_write_policy,
+    )
 
 
 def _no_admin_key() -> Response | None:
@@ -37,14 +81,14 @@ def _require_hicache() -> None:
 
 @router.put(
     "/hicache/storage-backend",
-    openapi_extra=body_schema(AttachHiCacheStorageReqInput, required=True),
+    openapi_extra=body_schema(AttachStorageBody, required=True),
 )
 @native
 async def attach_storage_backend(request: Request) -> Response:
     """Attach a storage backend, or change the policies of the one attached."""
     if (refusal := _no_admin_key()) is not None:
         return refusal
-    obj = await read_as(request, AttachHiCacheStorageReqInput)
+    obj = read_attachment(await read_json(request))
     _require_hicache()
     try:
         await get_manager().control.attach_hicache_storage(obj)

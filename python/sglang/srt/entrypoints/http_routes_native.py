@@ -49,7 +49,7 @@ async def root() -> Response:
 @router.get("/health")
 @router.get("/health_generate")
 async def health_generate(request: Request) -> Response:
-    """200 when the engine is alive, 503 otherwise; empty body."""
+    """200 when the engine is alive, 503 otherwise; empty body but for mixed weights."""
     manager = get_manager()
     if manager.gracefully_exit or manager.server_status is ServerStatus.Starting:
         return Response(status_code=503)
@@ -58,6 +58,11 @@ async def health_generate(request: Request) -> Response:
     needs_probe = envs.SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION.get()
     if not needs_probe and request.url.path == "/health":
         return Response(status_code=200)
+    if manager.weights.state.is_mixed:
+        return PlainTextResponse(
+            f"The weights are mixed until all have come: {manager.weights.state.mixed_tensors}",
+            status_code=503,
+        )
     is_alive = await get_global_state().health.check()
     return Response(status_code=200 if is_alive else 503)
 

@@ -48,6 +48,8 @@ class HiCacheControl:
         self._tree_cache = tree_cache
         self._initial_backend = storage_backend
         self._served_model_name = served_model_name
+        # Named from a successful attachment to a successful detachment; whether it is in use in
+        # between is for the tree to say.
         self._backend: str | None = None
         self._extra_config = extra_config
         self._prefetch_policy = prefetch_policy
@@ -79,7 +81,11 @@ class HiCacheControl:
             return DetachHiCacheStorageReqOutput(success=success, message=message)
 
         def clear(recv: ClearHiCacheReqInput) -> ControlReqOutput:
-            return ClearHiCacheReqOutput(success=self._tree_cache.clear_storage_backend())
+            cleared = self._tree_cache.clear_storage_backend()
+            message = "" if cleared else self._why_not_cleared()
+            if not cleared:
+                logger.warning("Storage was not cleared: %s", message)
+            return ClearHiCacheReqOutput(success=cleared, message=message)
 
         def status(recv: GetHiCacheStatusReqInput) -> ControlReqOutput:
             return GetHiCacheStatusReqOutput(status=self.status())
@@ -92,14 +98,32 @@ class HiCacheControl:
         }
 
     def status(self) -> dict[str, Any]:
-        """The backend (None: none), its configuration as given, and the policies."""
-        attached = self._backend is not None
-        return {
-            "hicache_storage_backend": self._backend,
+        """The backend in use (None: none), its configuration as given, and the policies.
+
+        ``hicache_storage_backend_detaching``, only where there is one: a backend that is off and
+        not let go of, because calls of it hang.
+        """
+        attached = self._is_attached
+        status: dict[str, Any] = {
+            "hicache_storage_backend": self._backend if attached else None,
             "hicache_storage_backend_extra_config": self._extra_config if attached else None,
             "hicache_storage_prefetch_policy": self._prefetch_policy,
             "hicache_write_policy": self._write_policy,
         }
+        if self._backend is not None and not attached:
+            status["hicache_storage_backend_detaching"] = self._backend
+        return status
+
+    @property
+    def _is_attached(self) -> bool:
+        return self._tree_cache.storage_backend_name() is not None
+
+    def _why_not_cleared(self) -> str:
+        if self._backend is None:
+            return "no storage backend is attached"
+        if not self._is_attached:
+            return f"{self._backend} is being detached; calls of it have not returned"
+        return f"the backend {self._backend} failed or did not answer in time"
 
     def _attach(self, recv: AttachHiCacheStorageReqInput, busy: str | None) -> tuple[bool, str]:
         prefetch = recv.hicache_storage_prefetch_policy or self._prefetch_policy
@@ -110,6 +134,7 @@ class HiCacheControl:
             refusal = refusal or "hicache_storage_backend is missing."
         if refusal or busy:
             return False, refusal or f"Storage is attached to an idle server only: {busy}"
+        was_attached = self._is_attached
         success, message = self._tree_cache.attach_storage_backend(
             storage_backend=recv.hicache_storage_backend,
             storage_backend_extra_config_json=recv.hicache_storage_backend_extra_config_json,
@@ -118,7 +143,7 @@ class HiCacheControl:
             hicache_write_policy=write,
         )
         if success:
-            if self._backend is None:
+            if not was_attached:
                 self._extra_config = recv.hicache_storage_backend_extra_config_json
             self._backend = recv.hicache_storage_backend
             self._prefetch_policy, self._write_policy = prefetch, write

@@ -401,6 +401,7 @@ class WeightUpdateReqOutput(ControlReqOutput):
     """Reply to everything about weights that has no more to say."""
 
     weights_mixed: bool = False  # the models hold tensors of two versions
+    mixed_tensors: str = ""  # which
     released_tags: list[str] | None = None  # replies about memory: what is released now
 
 

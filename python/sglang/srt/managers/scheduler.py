@@ -736,8 +736,14 @@ class Scheduler(SchedulerUpdateWeightsMixin):
 
     def _pending_counts(self) -> str:
         waiting = len(self.waiting_queue) + len(self.grammar_manager)
-        running = len(self.running_batch) + (self.chunked_req is not None)
-        return f"#queue-req: {waiting}, #running-req: {running}"
+        counts = f"#queue-req: {waiting}, #running-req: {len(self._held_requests())}"
+        notes = {
+            "a prompt is being computed": bool(self.chunked_req or self.last_batch),
+            f"{len(self.grammar_manager)} wait for a grammar": bool(len(self.grammar_manager)),
+            "generation is paused": self.is_paused,
+        }
+        told = "; ".join(note for note, holds in notes.items() if holds)
+        return f"{counts} ({told})" if told else counts
 
     def _handle_flush(self, recv: FlushCacheReqInput) -> FlushCacheReqOutput | None:
         if recv.timeout_s <= 0:

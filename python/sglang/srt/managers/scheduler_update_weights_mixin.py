@@ -89,12 +89,12 @@ def apply_weight_update(
     host: WeightUpdateHost,
     recv: WeightUpdateReqInput,
     load: Callable[[], WeightUpdateResult],
-    discard: Callable[[], None] | None = None,
+    discard: Callable[[], str | None] | None = None,
 ) -> WeightUpdateReqOutput:
     """Update the weights, or refuse with the weights untouched. Collective over the TP ranks.
 
     1. Can it be done? A flush was asked for and, after the abort that was asked for, requests are
-       still there: refuse (`discard` takes what a trainer sends anyway).
+       still there: refuse (`discard` takes what a trainer sends anyway, and says what went wrong).
     2. Nothing of the old weights goes to or comes from storage any more.
     3. and 4. `load` writes in place and brings the fingerprints up to date.
     5. Flush, which step 1 made sure to succeed; without a flush, isolate old KV by its fingerprint.
@@ -111,11 +111,13 @@ def apply_weight_update(
         )
     if refusal is not None:
         logger.warning("%s refused: %s", type(recv).__name__, refusal)
-        if discard is not None:
-            discard()
+        error = None if discard is None else discard()
         updater.wait_for_all_ranks()
         return WeightUpdateReqOutput(
-            success=False, message=refusal, weights_mixed=updater.weights_mixed
+            success=False,
+            message=refusal if error is None else f"{refusal} {error}",
+            weights_mixed=updater.weights_mixed,
+            mixed_tensors=updater.describe_mixed(),
         )
     before = updater.kv_fingerprint()
     host.tree_cache.prepare_weights_update()
@@ -134,7 +136,7 @@ def apply_weight_update(
     if result.success and recv.weight_version is not None:
         host.stamp_weight_version(recv.weight_version)
     updater.wait_for_all_ranks()
-    return _reply(result, recv.weight_version)
+    return _reply_of_update(result, recv.weight_version)
 
 
 def _reply(result: WeightUpdateResult, version: str | None = None) -> WeightUpdateReqOutput:
@@ -142,8 +144,22 @@ def _reply(result: WeightUpdateResult, version: str | None = None) -> WeightUpda
     if result.success and version is not None:
         message = f"{message.removesuffix('.')}. Weight version updated to {version}."
     return WeightUpdateReqOutput(
-        success=result.success, message=message, weights_mixed=result.weights_mixed
+        success=result.success,
+        message=message,
+        weights_mixed=result.weights_mixed,
+        mixed_tensors=result.mixed_tensors,
     )
+
+
+def _reply_of_update(result: WeightUpdateResult, version: str | None) -> WeightUpdateReqOutput:
+    """The reply of what may leave the weights mixed: it says so."""
+    reply = _reply(result, version)
+    if result.weights_mixed:
+        reply.message = (
+            f"{reply.message.removesuffix('.')}. The weights are mixed until all have come: "
+            f"{result.mixed_tensors}."
+        )
+    return reply
 
 
 class SchedulerUpdateWeightsMixin:
@@ -262,7 +278,9 @@ class SchedulerUpdateWeightsMixin:
             return GetWeightsByNameReqOutput(success=False, message=refusal)
         rows = self.weight_updater.get_weights_by_name(recv.name, recv.truncate_size)
         if rows is None:
-            return GetWeightsByNameReqOutput(success=False, message="Get parameter by name failed")
+            return GetWeightsByNameReqOutput(
+                success=False, message=f"Get parameter by name failed: {recv.name}"
+            )
         return GetWeightsByNameReqOutput(parameter=rows)
 
     def weights_checker(
@@ -288,6 +306,7 @@ class SchedulerUpdateWeightsMixin:
             success=reply.success,
             message=reply.message,
             weights_mixed=reply.weights_mixed,
+            mixed_tensors=reply.mixed_tensors,
             checksum=checksum,
         )
 
@@ -338,6 +357,7 @@ def _memory_reply(host: WeightUpdateHost, error: str | None) -> WeightUpdateReqO
         success=error is None,
         message=error or "",
         weights_mixed=host.weight_updater.weights_mixed,
+        mixed_tensors=host.weight_updater.describe_mixed(),
         released_tags=sorted(host.memory_saver.released),
     )
 

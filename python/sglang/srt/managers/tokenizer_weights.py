@@ -7,6 +7,7 @@ have answered. Event loop thread only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.managers.tokenizer_control import TokenizerControl, merge_messages, require_success
 
+logger = logging.getLogger(__name__)
+
 Guard = Callable[[bool], AbstractAsyncContextManager[None]]
 
 
@@ -52,6 +55,7 @@ class WeightState:
     model_path: str
     served_model_name: str
     is_mixed: bool = False  # tensors of two versions: not ready until a complete update
+    mixed_tensors: str = ""  # which
     released: frozenset[str] = field(default_factory=frozenset)  # tags of memory
 
 
@@ -145,7 +149,17 @@ class TokenizerWeights:
         return WeightResult(success, merge_messages(said))
 
     def _note(self, replies: Iterable[WeightUpdateReqOutput]) -> None:
-        self.state.is_mixed = any(reply.weights_mixed for reply in replies)
+        was_mixed = self.state.is_mixed
+        mixed = [reply for reply in replies if reply.weights_mixed]
+        self.state.is_mixed = bool(mixed)
+        self.state.mixed_tensors = mixed[0].mixed_tensors if mixed else ""
+        if mixed and not was_mixed:
+            logger.warning(
+                "The weights are mixed, and health is 503, until all have come: %s",
+                self.state.mixed_tensors,
+            )
+        elif was_mixed and not mixed:
+            logger.info("The weights are of one version again")
         tags = [reply.released_tags for reply in replies if reply.released_tags is not None]
         if tags:
             self.state.released = frozenset(tag for each in tags for tag in each)

@@ -214,8 +214,19 @@ class HiCacheTreeBase(HiCachePrefetch):
             hits = TickCounts(hits=counts.hits, extra_releases=(0,) * len(counts.extra_releases))
             self._drain(hits, on_backup)
             self._settle_prefetches(progress)
+            self._count_damage(bool(counts.hits or counts.backups or progress.prefetches))
             counts = replace(counts, hits=0)
         self._drain(counts, on_backup)
+
+    def _count_damage(self, storage_was_used: bool = True) -> None:
+        """Report pages that storage has found damaged since the last time."""
+        backend = self.cache_controller.storage_backend
+        if backend is None or not storage_was_used:
+            return
+        num_damaged = backend.num_damaged_pages()
+        if num_damaged > self._num_damaged_pages:
+            self.hicache.metrics("damaged_pages", num_damaged - self._num_damaged_pages)
+        self._num_damaged_pages = num_damaged
 
     def _drain(
         self, counts: TickCounts | None, on_backup: Callable[[StorageOperation], None]
@@ -272,7 +283,11 @@ class HiCacheTreeBase(HiCachePrefetch):
             prefix_keys = tuple(before[: len(before) - len(hashes) + first_page])
         extra = tuple(pages.within(first_page) for pages in self._host_pages(node))
         op_id = self.cache_controller.write_storage(
-            host_value[first_page * self.page_size :], hashes[first_page:], prefix_keys, extra
+            host_value[first_page * self.page_size :],
+            hashes[first_page:],
+            prefix_keys,
+            extra,
+            self._num_whole_drafts(node, len(host_value) // self.page_size - first_page),
         )
         self.ongoing_backup[op_id] = BackupEntry(
             nodes=(node,),
@@ -283,6 +298,21 @@ class HiCacheTreeBase(HiCachePrefetch):
         node.storage_op_id = op_id
         node.unstored_from = None  # set meanwhile: storage has lost what it had
         return op_id
+
+    def _num_whole_drafts(self, node: TreeNode, num_pages: int) -> int | None:
+        """Of the last ``num_pages`` of a node on the host: see the controller's method."""
+
+        def path_indices() -> torch.Tensor:
+            path: list[torch.Tensor] = []
+            current: TreeNode | None = node
+            while current is not None and current.parent is not None:
+                if current.host_value is None:
+                    raise InvariantError(f"{current!r} is not on the host, a child is")
+                path.append(current.host_value)
+                current = current.parent
+            return torch.cat(path[::-1])
+
+        return self.cache_controller.num_whole_drafts(path_indices, num_pages)
 
     def _settle_backup(self, operation: StorageOperation, written_tokens: int) -> None:
         """Note what one write has achieved; what is missing is written at the node's next hit."""
@@ -332,7 +362,8 @@ class HiCacheTreeBase(HiCachePrefetch):
     def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
         """Attach storage, or change the policies where the same backend is attached already.
 
-        ``storage_backend``, ``storage_backend_extra_config_json`` (text or ``@file``),
+        ``storage_backend``, ``storage_backend_extra_config_json`` (text or ``@file``; of what is
+        attached already None or the same, another one is refused),
         ``hicache_storage_prefetch_policy``, ``hicache_write_policy``; ``served_model_name`` is
         taken from the cache identity instead. The caller makes sure that nothing runs. Returns
         (success, message); nothing has changed where it fails, on any rank. Collective.
@@ -363,17 +394,25 @@ class HiCacheTreeBase(HiCachePrefetch):
         """Attach on this rank; nothing has changed where it fails. Leaves the policies alone."""
         backend = config["storage_backend"]
         attached = self.cache_controller.storage_backend_type
+        was_attached = self.enable_storage
         try:
             self._check_runtime_config(*self._policies(config))
             if self.enable_storage and attached != backend:
                 raise ValueError(
                     f"Storage backend {attached} is attached; detach it before {backend} is."
                 )
+            text = config.get("storage_backend_extra_config_json")
             if not self.enable_storage:
-                text = config.get("storage_backend_extra_config_json")
                 self._attach(backend, self._parse_storage_backend_extra_config(text))
+            elif text and self._parse_storage_backend_extra_config(text) != self._attached_config:
+                raise ValueError(
+                    f"Storage backend {attached} is attached with another extra config; detach it "
+                    "before it is attached with this one."
+                )
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the server goes on
             logger.warning("Storage backend %s not attached: %r", backend, error)
+            if self.enable_storage and not was_attached:
+                self._detach()
             return False, str(error) or repr(error)
         return True, f"storage backend {backend} attached"
 
@@ -386,6 +425,8 @@ class HiCacheTreeBase(HiCachePrefetch):
             seed_fn=self._hash_seed,
         )
         self.storage_options = config.options
+        self._attached_config = config
+        self._num_damaged_pages = 0
         self._control_queues = self._make_control_queues()
         # Chains begin at the root, whatever was made while there was no storage.
         for node in self._nodes_to_hash():
@@ -422,6 +463,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         self.flush_write_through_acks()
         self._abort_all_prefetches()
         self.drain_storage_control_queues_local()
+        self._count_damage()
         try:
             self.cache_controller.detach_storage_backend()
         except Exception as error:  # noqa: BLE001 - the message goes to the operator

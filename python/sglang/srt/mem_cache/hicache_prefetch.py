@@ -40,7 +40,7 @@ from sglang.srt.mem_cache.hicache_records import (
 from sglang.srt.mem_cache.hicache_tiers import HiCacheTiers
 from sglang.srt.mem_cache.page_key import TOKEN_BYTES, PageHash, RadixKey, TokenIds, pack_tokens
 from sglang.srt.mem_cache.pool_transfer import PoolName, SpanPages
-from sglang.srt.mem_cache.storage.extra_config import PrefetchOptions
+from sglang.srt.mem_cache.storage.extra_config import ExtraConfig, PrefetchOptions
 from sglang.srt.mem_cache.storage_threads import PoolSlots, PrefetchOperation
 from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
 
@@ -62,6 +62,8 @@ class HiCachePrefetch(HiCacheTiers):
             "best_effort" if params.hicache is None else params.hicache.prefetch_policy
         )
         self.storage_options = self.default_storage_options
+        self._attached_config: ExtraConfig | None = None  # as the user gave it
+        self._num_damaged_pages = 0  # of the attached backend, as reported so far
         self.ongoing_prefetch: dict[str, PrefetchEntry] = {}
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
         self._num_attempts = 0

@@ -37,6 +37,7 @@ from sglang.srt.mem_cache.storage.page_file import (
     PageStatus,
     model_part,
 )
+from sglang.srt.mem_cache.storage.rate_limited_log import RateLimitedLog
 
 __all__ = [
     "HiCacheFile",
@@ -203,6 +204,13 @@ class HiCacheStorage(ABC):
         """Return counters since the start, by name, for metrics and reports."""
         return {}
 
+    def num_damaged_pages(self) -> int:
+        """Return how many pages since the start were damaged or not what their name says.
+
+        Called on the scheduler thread, often: must not wait for the store.
+        """
+        return 0
+
     def close(self) -> None:  # noqa: B027 (nothing to release is a right answer)
         """Release everything; idempotent. No call follows."""
 
@@ -224,7 +232,6 @@ def page_indices(transfer: PoolTransfer, page_size: int) -> list[int]:
 
 _TOUCH_STEP_NS = 5_000_000
 _MAX_KNOWN_FILES = 65_536
-_WARN_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +284,9 @@ class HiCacheFile(HiCacheStorage):
         self._shared_owner = PageOwner(model=model, tp_rank=shared, tp_size=shared, **pp)
         self._stats: Counter[str] = Counter()
         self._stats_lock = threading.Lock()
-        self._warned_at: dict[str, float] = {}
+        self._log = RateLimitedLog(logger)
+        # Directories with something in them where a page belongs: named once each.
+        self._blocked: set[str] = set()
         # Files whose header has been checked, by path: (inode, length). Presence is never cached.
         self._known: dict[str, tuple[int, int]] = {}
         self._readers = ThreadPoolExecutor(options.read_threads, "hicache-file-read")
@@ -294,7 +303,7 @@ class HiCacheFile(HiCacheStorage):
         try:
             self._quota.start()
         except OSError as error:
-            self._warn("start", "cannot write to %s (%s): reading only", self.folder, error)
+            self._log.warning("start", "cannot write to %s (%s): reading only", self.folder, error)
         logger.info(
             "L3 in %s: %s of %s bytes used, %d bytes of the disk left free, fast checksum: %s",
             self.folder,
@@ -303,6 +312,25 @@ class HiCacheFile(HiCacheStorage):
             limits.min_free_bytes,
             page_file.HAS_FAST_CHECKSUM,
         )
+        used = self._quota.last_used_bytes
+        if limits.max_bytes is not None and used > limits.max_bytes:
+            logger.warning(
+                "max_size of %d bytes is less than the %d that %s holds: the next write deletes "
+                "what was used least recently",
+                limits.max_bytes,
+                used,
+                self.folder,
+            )
+
+    def register_mem_host_pool_v2(self, pool: HostKVCache, name: PoolName) -> None:
+        """See the base class; warns where no page of the pool can be written."""
+        super().register_mem_host_pool_v2(pool, name)
+        try:
+            obstacle = self._quota.obstacle(page_file.HEADER_BYTES + pool.bytes_per_page)
+        except OSError as error:
+            obstacle = str(error)
+        if obstacle is not None:
+            logger.warning("no page of %s can be written to %s: %s", name, self.folder, obstacle)
 
     # -- the interface --
 
@@ -366,7 +394,7 @@ class HiCacheFile(HiCacheStorage):
         try:
             num_removed = self._quota.remove_all(is_ours)
         except OSError as error:
-            self._warn("clear", "%s was not cleared: %s", self.folder, error)
+            self._log.warning("clear", "%s was not cleared: %s", self.folder, error)
             return False
         self._known.clear()
         logger.info("removed %d pages from %s", num_removed, self.folder)
@@ -397,6 +425,12 @@ class HiCacheFile(HiCacheStorage):
         self._readers.shutdown(wait=True)
         self._writers.shutdown(wait=True)
         self._quota.close()
+        self._log.flush()
+
+    def num_damaged_pages(self) -> int:
+        """See the base class."""
+        with self._stats_lock:
+            return self._stats["corrupt"] + self._stats["foreign"]
 
     # -- one page --
 
@@ -416,12 +450,16 @@ class HiCacheFile(HiCacheStorage):
             page_file.touch_page(page.path, page.touch_ns)
             self._count(existing=1)
             return True
+        if page.path in self._blocked and os.path.isdir(page.path):
+            return False
         owner = page.expected.owner
         namespace = namespace or self._default_namespace(owner)
         payload_bytes = sum(buffer.nbytes for buffer in page.buffers)
-        reservation = self._quota.reserve(page_file.HEADER_BYTES + payload_bytes)
+        size = page_file.HEADER_BYTES + payload_bytes
+        reservation = self._quota.reserve(size)
         if reservation is None:
-            self._warn("full", "no room in %s: pages are not written", self.folder)
+            why = self._quota.obstacle(size) or "nothing more to delete"
+            self._log.warning("full", "no room in %s, pages are not written: %s", self.folder, why)
             return False
         try:
             num_written = page_file.write_page(
@@ -447,8 +485,9 @@ class HiCacheFile(HiCacheStorage):
             self._known.pop(path, None)
             return False
         except OSError as error:
-            self._count(io_errors=1)
-            self._warn("probe", "cannot look at %s: %s", path, error)
+            if not self._is_directory(path):
+                self._count(io_errors=1)
+                self._log.warning("probe", "cannot look at %s: %s", path, error)
             return False
         if result.status is PageStatus.OK:
             if len(self._known) >= _MAX_KNOWN_FILES:
@@ -460,16 +499,39 @@ class HiCacheFile(HiCacheStorage):
             self._discard(path, result)
         return False
 
+    def _is_directory(self, path: str) -> bool:
+        """Whether a directory is in a page's place; an empty one is removed, others are named."""
+        if os.path.islink(path) or not os.path.isdir(path):
+            return False
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if path not in self._blocked:
+                self._blocked.add(path)
+                self._count(io_errors=1)
+                logger.warning(
+                    "%s is a directory in the place of a page and cannot be removed (%s): that "
+                    "page is not kept until the directory is moved away",
+                    path,
+                    error.strerror,
+                )
+            return True
+        self._count(corrupt=1)
+        self._log.warning("discard", "%s was an empty directory: removed", path)
+        return True
+
     def _discard(self, path: str, result: page_file.PageRead) -> None:
         """Count and remove a file that is not the page it should be."""
         is_foreign = result.status is PageStatus.FOREIGN
         self._count(**{"foreign" if is_foreign else "corrupt": 1})
-        self._warn("discard", "%s is %s: removed, counts as a miss", path, result.status.value)
+        self._log.warning(
+            "discard", "%s is %s: removed, counts as a miss", path, result.status.value
+        )
         self._known.pop(path, None)
         try:
             self._quota.remove(path, result.inode)
         except OSError as error:
-            self._warn("remove", "%s could not be removed: %s", path, error)
+            self._log.warning("remove", "%s could not be removed: %s", path, error)
 
     # -- a call's pages --
 
@@ -544,8 +606,9 @@ class HiCacheFile(HiCacheStorage):
         try:
             return work.handle(page)
         except OSError as error:
-            self._count(io_errors=1)
-            self._warn("io", "%s: %s", page.path, error)
+            if not self._is_directory(page.path):
+                self._count(io_errors=1)
+                self._log.warning("io", "%s: %s", page.path, error)
             return False
 
     def _default_namespace(self, owner: PageOwner) -> bytes:
@@ -554,10 +617,3 @@ class HiCacheFile(HiCacheStorage):
     def _count(self, **amounts: int) -> None:
         with self._stats_lock:
             self._stats.update(amounts)
-
-    def _warn(self, kind: str, message: str, *args: object) -> None:
-        """Log the first of a kind and then one a minute: a broken disk fails on every page."""
-        now = time.monotonic()
-        if now - self._warned_at.get(kind, -_WARN_INTERVAL_S) >= _WARN_INTERVAL_S:
-            self._warned_at[kind] = now
-            logger.warning(message, *args)

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.pool_transfer import ALL_PAGES, PageRule, PoolName, PoolTransfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+_BLANK_UNITS = 8  # of a page's first layer: enough to tell KV from zeros
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -204,6 +205,10 @@ class HostKVCache(ABC):
         """Name the byte order of a stored page; equal exactly where pages are interchangeable."""
 
     @abstractmethod
+    def blank_pages(self, host_indices: torch.Tensor) -> torch.Tensor:
+        """Return bool [pages]: those that begin with nothing but zeros, as no KV does."""
+
+    @abstractmethod
     def warm_up(self, device_pool: DevicePool) -> None:
         """Compile what copies need, once, while both pools are empty."""
 
@@ -349,6 +354,11 @@ class _BufferedHostPool(HostKVCache):
         # Not kept beyond its last layer: it holds on to the caller's tensors and the pool.
         self._load = load if layer_id < self.layer_num - 1 else None
         load.copier.copy(range(layer_id, layer_id + 1))
+
+    def blank_pages(self, host_indices: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        pages = torch.from_numpy(pages_of(host_indices, self.page_size))
+        return (self._host_sides[0][0, pages, :_BLANK_UNITS] == 0).all(dim=1)
 
     def warm_up(self, device_pool: DevicePool) -> None:
         """See the base class."""

@@ -10,6 +10,7 @@ Threads while storage is attached (input -> output):
 - ``prefetch_thread_func``      prefetch_queue -> hit query, MIN over ranks -> prefetch_hit_queue
 - ``prefetch_io_aux_func``      prefetch_buffer -> reads -> the operation, host_mem_release_queue
 - ``backup_thread_func``        backup_queue -> writes -> ack_backup_queue
+- ``CallWatch.watch``           tells of calls of the others that do not return
 """
 
 from __future__ import annotations
@@ -195,11 +196,13 @@ class HostStorageIO(StoragePages):
         self.storage_backend, self.storage_backend_type = created, backend
         self.prefetch_threshold = prefetch_threshold
         self._seed_fn = seed_fn
+        watched: queue.Queue[None] = queue.Queue()
         self._threads.start(
             {
                 "hicache-prefetch": (self.prefetch_thread_func, self.prefetch_queue),
                 "hicache-prefetch-io": (self.prefetch_io_aux_func, self.prefetch_buffer),
                 "hicache-backup": (self.backup_thread_func, self.backup_queue),
+                "hicache-watch": (lambda: self.call_watch.watch(watched, backend), watched),
             }
         )
         self.enable_storage = True
@@ -235,7 +238,8 @@ class HostStorageIO(StoragePages):
         if hanging := self._threads.stop(timeout_s):
             raise StorageError(
                 f"storage threads hang in backend {self.storage_backend_type}: "
-                f"{', '.join(hanging)}; they keep their pages until their calls return"
+                f"{', '.join(hanging)}; they keep their pages until their calls return. Storage is "
+                "off meanwhile; detach again when they have returned"
             )
         backend, self.storage_backend = self.storage_backend, None
         if backend is None:
@@ -350,12 +354,13 @@ class HostStorageIO(StoragePages):
         hash_value: Sequence[PageHash],
         prefix_keys: Sequence[PageHash] | None,
         extra: Sequence[SpanPages] = (),
+        num_drafts: int | None = None,
     ) -> int:
         """Queue a backup host -> storage of whole pages; return the operation's id.
 
         ``extra``: pages of pools with slots of their own; each is written before the KV page that
-        it goes with. Ends with one item in ``ack_backup_queue``; the host slots must stay taken
-        until then.
+        it goes with. ``num_drafts``: see ``num_whole_drafts``. Ends with one item in
+        ``ack_backup_queue``; the host slots must stay taken until then.
         """
         self._check_attached()
         if len(hash_value) * self.page_size != host_indices.numel():
@@ -371,6 +376,7 @@ class HostStorageIO(StoragePages):
             prefix_keys,
             draft_digest=self._draft_digest(),
             extra=tuple(extra),
+            num_drafts=num_drafts,
         )
         self._backups.add(operation)
         self.backup_queue.put(operation)
@@ -410,6 +416,7 @@ class HostStorageIO(StoragePages):
             try:
                 ends = self._storage_hit_query(operation)
             finally:
+                self.call_watch.end()
                 # Also with nothing to say: the other ranks wait for our share.
                 ends = self._agree_on_ends(ends)
             num_pages = deepest_end(ends, len(ends))
@@ -466,6 +473,7 @@ class HostStorageIO(StoragePages):
             except Exception as error:  # noqa: BLE001 - backends are not ours; the op has failed
                 failed = True
                 logger.warning("Storage %s failed: %r", what, error, exc_info=True)
+            self.call_watch.end()
             post(operation, failed)
             # Neither this frame nor a traceback keeps what the scheduler is done with.
             del operation
@@ -593,6 +601,7 @@ class HostStorageIO(StoragePages):
                     operation.draft_digest,
                     extra,
                     [pages.within(start, start + len(batch)) for pages in operation.extra],
+                    None if operation.num_drafts is None else max(operation.num_drafts - start, 0),
                 )
             finally:
                 stats.write_seconds += time.monotonic() - started

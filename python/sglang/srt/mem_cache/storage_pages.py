@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.page_key import PageHash, draft_page_key, make_storage_key
 from sglang.srt.mem_cache.pool_transfer import SpanPages
-from sglang.srt.mem_cache.storage_threads import READ_BATCH_SIZE, StorageStats
+from sglang.srt.mem_cache.storage_threads import READ_BATCH_SIZE, CallWatch, StorageStats
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class StoragePages:
         self.draft_storage_policy = draft_storage_policy
         self.storage_stats = StorageStats()
         self.storage_backend: HiCacheStorage | None = None
+        self.call_watch = CallWatch()
         self._storage_config = storage_config
 
     @property
@@ -81,8 +82,10 @@ class StoragePages:
         return self.host_pools.bytes_per_token * self.page_size
 
     def _backend(self) -> HiCacheStorage:
+        """The backend, for one call that a storage thread makes now."""
         if self.storage_backend is None:
             raise StorageError("no storage backend is attached")
+        self.call_watch.begin()
         return self.storage_backend
 
     def _stores(self, pool: PoolName) -> bool:
@@ -210,6 +213,22 @@ class StoragePages:
                 self._zero_draft_page(start)
         return len(hashes)
 
+    def num_whole_drafts(
+        self, path_indices: Callable[[], torch.Tensor], num_pages: int
+    ) -> int | None:
+        """Return how many of the last ``num_pages`` of a path have the draft that was computed.
+
+        None: all. ``path_indices`` returns the host slots of the path, from the root on. A draft
+        that was replaced by zeros must not reach storage, nor what was computed behind it: there it
+        would count as whole. Scheduler thread.
+        """
+        pool = self.mem_pool_host_draft
+        if pool is None or not self.storage_stats.draft_pages_zeroed:
+            return None
+        is_blank = pool.blank_pages(path_indices())
+        blank = is_blank.nonzero()
+        return None if len(blank) == 0 else max(int(blank[0]) - (len(is_blank) - num_pages), 0)
+
     def _zero_draft_page(self, start: int) -> None:
         pool = self.mem_pool_host_draft
         assert pool is not None
@@ -254,17 +273,21 @@ class StoragePages:
         draft_digest: bytes | None,
         extra: HiCacheStorageExtraInfo | None,
         extra_pages: Sequence[SpanPages] = (),
+        num_drafts: int | None = None,
     ) -> int:
         """Write pages of all pools, KV last: a KV page that is there has all that goes with it.
 
-        Returns how many leading ones are written, by this rank or by the one that writes for all.
+        ``num_drafts``: draft pages that may be written; None: all. Returns how many leading ones
+        are written, by this rank or by the one that writes for all.
         """
         num_pages = len(hashes)
         for pages in extra_pages:
             num_pages = min(num_pages, self._extra_page_set(hashes, pages, extra))
         host_indices = host_indices[: num_pages * self.page_size]
         if draft_digest is not None and num_pages:
-            num_pages = self._draft_page_set(hashes[:num_pages], host_indices, draft_digest, extra)
+            num_pages = self._draft_page_set(
+                hashes[:num_pages], host_indices, draft_digest, extra, num_drafts
+            )
         if num_pages == 0 or not self._stores(self.host_pools.anchor.name):
             return num_pages
         transfer = PoolTransfer(
@@ -281,20 +304,24 @@ class StoragePages:
         host_indices: torch.Tensor,
         draft_digest: bytes,
         extra: HiCacheStorageExtraInfo | None,
+        num_drafts: int | None,
     ) -> int:
         """Write the draft's pages; return how many leading target pages may follow."""
-        if not self._stores(PoolName.DRAFT):
+        if not self._stores(PoolName.DRAFT) or num_drafts == 0:
             return len(hashes)
-        transfer = self._draft_transfer(hashes, host_indices, draft_digest)
+        wanted = hashes if num_drafts is None else hashes[:num_drafts]
+        transfer = self._draft_transfer(
+            wanted, host_indices[: len(wanted) * self.page_size], draft_digest
+        )
         num_written = 0
         try:
             verdicts = self._backend().batch_set_v2([transfer], extra)
-            num_written = leading(verdicts.get(PoolName.DRAFT), len(hashes))
+            num_written = leading(verdicts.get(PoolName.DRAFT), len(wanted))
         except Exception as error:  # noqa: BLE001 - the target's pages may still be of use
             if self.draft_storage_policy == "clamp":
                 raise
             logger.warning("Storage write of draft pages failed: %r", error)
-        self.storage_stats.draft_write_failures += int(num_written < len(hashes))
+        self.storage_stats.draft_write_failures += int(num_written < len(wanted))
         return num_written if self.draft_storage_policy == "clamp" else len(hashes)
 
 

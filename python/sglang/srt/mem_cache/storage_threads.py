@@ -13,12 +13,13 @@ nobody else has.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import Queue
+from queue import Empty, Queue
 from typing import Generic, TypeVar
 
 import torch
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 STORAGE_BATCH_SIZE = 128  # pages of one look-up or write
 READ_BATCH_SIZE = 32  # pages of one read: what is counted, or lost by a stop, at once
 JOIN_TIMEOUT_S = 10.0
+HANG_WARNING_S = 5.0  # a call of a backend that takes longer is told about
+_WATCH_INTERVAL_S = 1.0
+_HANG_WARNING_INTERVAL_S = 60.0  # between warnings of one thread: slow storage is late every time
 
 PoolSlots = Mapping[PoolName, torch.Tensor]
 """Host slots (whole pages, may be empty) by pool."""
@@ -67,8 +71,9 @@ class StorageStats:
 class StorageOperation:
     """One backup host -> storage. Ends in ``ack_backup_queue`` exactly once, whatever happened.
 
-    ``extra``: pages of pools with slots of their own that go with these. ``completed_tokens``:
-    written prefix, with all that goes with it; grows while the backup thread works.
+    ``extra``: pages of pools with slots of their own that go with these. ``num_drafts``: leading
+    draft pages that may be written; None: all. ``completed_tokens``: written prefix, with all that
+    goes with it; grows while the backup thread works.
     """
 
     def __init__(
@@ -79,10 +84,12 @@ class StorageOperation:
         prefix_keys: Sequence[PageHash] | None,
         draft_digest: bytes | None = None,
         extra: tuple[SpanPages, ...] = (),
+        num_drafts: int | None = None,
     ) -> None:
         self.id = op_id
         self.host_indices = host_indices
         self.extra = extra
+        self.num_drafts = num_drafts
         self.hash_value = list(hash_value)
         self.prefix_keys = None if prefix_keys is None else tuple(prefix_keys)
         self.draft_digest = draft_digest
@@ -351,6 +358,73 @@ class StorageThreads:
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         return self.alive()
+
+
+class CallWatch:
+    """Tells of backend calls that do not return: once a call, and seldom where many are late.
+
+    A storage thread calls ``begin`` before each call of the backend and ``end`` when it turns to
+    something else; ``watch`` is the loop of a thread of its own. Any thread.
+    """
+
+    def __init__(self, hang_warning_s: float = HANG_WARNING_S) -> None:
+        self.hang_warning_s = hang_warning_s
+        self._lock = threading.Lock()
+        self._begun: dict[str, float] = {}  # by thread name
+        self._told: set[str] = set()  # threads whose present call has been told about
+        self._told_at: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """The calling thread enters the backend."""
+        self._switch(time.monotonic())
+
+    def end(self) -> None:
+        """The calling thread is in the backend no more."""
+        self._switch(None)
+
+    def _switch(self, begins: float | None) -> None:
+        name, now = threading.current_thread().name, time.monotonic()
+        with self._lock:
+            begun = self._begun.pop(name, now)
+            was_told = name in self._told
+            self._told.discard(name)
+            if begins is not None:
+                self._begun[name] = begins
+        if was_told:
+            logger.warning("Storage call of %s returned after %.0f s", name, now - begun)
+
+    def check(self, backend: str | None) -> None:
+        """Log what is late now."""
+        now = time.monotonic()
+        with self._lock:
+            late = [
+                (name, now - begun)
+                for name, begun in self._begun.items()
+                if now - begun >= self.hang_warning_s
+                and name not in self._told
+                and now - self._told_at.get(name, -math.inf) >= _HANG_WARNING_INTERVAL_S
+            ]
+            for name, _ in late:
+                self._told.add(name)
+                self._told_at[name] = now
+        for name, seconds in late:
+            logger.warning(
+                "Storage backend %s hangs: a call of %s has not returned for %.0f s; requests go "
+                "on without it",
+                backend,
+                name,
+                seconds,
+            )
+
+    def watch(self, source: Queue[None], backend: str) -> None:
+        """Check until ``source`` has something."""
+        interval_s = min(_WATCH_INTERVAL_S, self.hang_warning_s)
+        while True:
+            try:
+                source.get(timeout=interval_s)
+                return
+            except Empty:
+                self.check(backend)
 
 
 def call_bounded(name: str, call: Callable[[], object], timeout_s: float) -> object:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from sglang.srt.model_executor.weight_receive import ReceiveBuffers, TensorSpec
 from sglang.srt.utils.network import NetworkAddress
 from sglang.srt.utils.process_group import init_custom_process_group
 
 logger = logging.getLogger(__name__)
 
+BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0002
 # Clean up after a failed transfer, but do not end the process, as would be the default.
 _NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
@@ -70,6 +72,8 @@ class WeightGroups:
             raise ValueError("the name of a weight update group must not be empty")
         if not 0 < rank < world_size:
             raise ValueError(f"rank {rank} is outside of a group of {world_size} led by a trainer")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if backend == "nccl" and self._device.type != "cuda":
             raise ValueError(f"backend nccl cannot be used on {self._device.type}, gloo can")
         if group_name in self._groups:
@@ -77,7 +81,9 @@ class WeightGroups:
             self.leave(group_name)
         url = NetworkAddress(master_address.strip("[]"), int(master_port)).to_tcp()
         logger.info(
-            "Joining weight update group %r at %s as %d of %d", group_name, url, rank, world_size
+            "Joining weight update group %r at %s as %d of %d; nothing is served until all members "
+            "are there, for at most %g s (SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT)",
+            *(group_name, url, rank, world_size, self._timeouts.join_s),
         )
         with _environment(*_NCCL_ERRORS):
             group = init_custom_process_group(
@@ -111,34 +117,48 @@ class WeightGroups:
             )
         return entry.device
 
-    def receive(self, group_name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Fill `tensors`, in order, from the trainer's broadcasts.
+    def receive(self, group_name: str, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """The trainer's broadcasts, in the order in which they were declared.
 
-        Raises RuntimeError where the trainer is gone or too slow; the group is closed then.
+        Raises RuntimeError where the trainer is gone or too slow, ValueError where it sent more or
+        less than declared; the group is closed then.
         """
-        self.device_of(group_name)
+        device = self.device_of(group_name)
         group = self._groups[group_name].group
-        deadline = time.monotonic() + self._timeouts.receive_s
         try:
-            works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in tensors]
-            for work in works:
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"nothing came for {self._timeouts.receive_s:.0f} s")
-                    time.sleep(_POLL_S)
-                work.wait()
-        except RuntimeError as error:
-            self._abandon(group_name)
-            raise RuntimeError(f"{error}; group {group_name} was closed, open it again") from error
+            buffers = ReceiveBuffers(specs, device, num_members=group.size())
+            self._wait_for(group, buffers.targets)
+            return buffers.take()
+        except (RuntimeError, ValueError, MemoryError):
+            self.abandon(group_name)
+            raise
 
-    def _abandon(self, group_name: str) -> None:
-        """Close a group whose other side may be gone: nothing here may wait for it."""
-        entry = self._groups.pop(group_name)
+    def _wait_for(self, group: dist.ProcessGroup, targets: Sequence[torch.Tensor]) -> None:
+        deadline = time.monotonic() + self._timeouts.receive_s
+        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in targets]
+        for work in works:
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"nothing came for {self._timeouts.receive_s:.0f} s")
+                time.sleep(_POLL_S)
+            work.wait()
+
+    def abandon(self, group_name: str) -> None:
+        """Close a group, if it is open, whose sides disagree: nothing here may wait for the other.
+
+        The trainer's broadcasts fail at once.
+        """
+        entry = self._groups.pop(group_name, None)
+        if entry is None:
+            return
         try:
             entry.group.abort()
             dist.destroy_process_group(entry.group)
         except RuntimeError as error:
             logger.warning("Weight update group %r did not close cleanly: %s", group_name, error)
+
+    def __contains__(self, group_name: str) -> bool:
+        return group_name in self._groups
 
 
 @contextmanager

@@ -8,15 +8,22 @@ Pure apart from `write`; used by the weight updater.
 from __future__ import annotations
 
 import importlib
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from sglang.srt.models.base import LanguageModel, WeightLoadError
+from sglang.srt.model_executor.weight_receive import TensorSpec
+from sglang.srt.models.base import LanguageModel, WeightLoadError, WeightProblems
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
+
+logger = logging.getLogger(__name__)
+
+_NUM_SHOWN = 5
 
 TARGET, DRAFT, ALL = "target", "draft", "all"
 SELECTORS = (ALL, TARGET, DRAFT)
@@ -68,14 +75,19 @@ class CheckpointNames:
         return self._model.is_foreign_weight(name)
 
     def check(self, named: NamedTensors) -> None:
-        self._model.check_weights(named, complete=False).raise_if_any("the update")
+        self.problems(named, complete=False).raise_if_any("the update")
         for name, tensor in named:
             for part, _ in self._model.split_weight(name, tensor):
                 if part in self._table:
                     _check_kind(name, tensor, self._table[part].target)
 
-    def write(self, named: NamedTensors) -> set[str]:
-        return self._model.load_weights(named)
+    def problems(self, infos: NamedTensors, complete: bool) -> WeightProblems:
+        """As `LanguageModel.check_weights`."""
+        return self._model.check_weights(infos, complete, self._table)
+
+    def write(self, named: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """May be a stream: a checkpoint need not fit in memory a second time."""
+        return self._model.load_weights(named, self._table)
 
     def target_of(self, name: str) -> torch.Tensor:
         return self._table[name].target
@@ -155,7 +167,24 @@ def assign(
     # A draft is often sent all of a checkpoint and takes what it has.
     if unexpected and (selector != DRAFT or not any(parts)):
         raise WeightLoadError(f"unexpected tensors ({len(unexpected)}): {', '.join(unexpected)}")
+    if unexpected:
+        logger.info(
+            "%d of %d tensors sent for the draft are not its own and were left out (%s)",
+            *(len(unexpected), len(named), first_names(unexpected)),
+        )
     return parts
+
+
+def check_no_name_twice(named: NamedTensors) -> None:
+    """Raise ValueError where one name came with two tensors."""
+    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if twice:
+        raise ValueError(f"tensors that came more than once ({len(twice)}): {first_names(twice)}")
+
+
+def first_names(names: Sequence[str]) -> str:
+    """For messages: a few of many names."""
+    return ", ".join(names[:_NUM_SHOWN]) + (", ..." if len(names) > _NUM_SHOWN else "")
 
 
 def check_named_tensors(payload: Any) -> list[tuple[str, torch.Tensor]]:
@@ -178,19 +207,45 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def declared_tensors(
+    names: Sequence[str],
+    dtypes: Sequence[str | torch.dtype],
+    shapes: Sequence[Sequence[int]],
+) -> list[TensorSpec]:
+    """What a trainer says that it sends. Raises ValueError where that makes no sense."""
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ValueError(
+            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match"
+        )
+    for name, shape in zip(names, shapes):
+        if not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"{name}: a tensor cannot have the shape {list(shape)}")
+    return [
+        TensorSpec(name, parse_dtype(dtype), tuple(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes)
+    ]
+
+
 CustomLoader = Callable[[nn.Module, list[tuple[str, torch.Tensor]]], object]
 
 
 def resolve_custom_loader(name: str, allowed: Iterable[str]) -> CustomLoader:
     """The function behind a dotted name from `--custom-weight-loader`.
 
-    Raises NotImplementedError for names that the flag does not list, ImportError or
-    AttributeError where there is no such function.
+    Raises ValueError for names that the flag does not list, and where there is no such function.
     """
     if name not in allowed:
-        raise NotImplementedError(f"Unknown load_format={name}")
+        raise ValueError(f"Unknown load_format={name}")
+    return import_custom_loader(name)
+
+
+def import_custom_loader(name: str) -> CustomLoader:
+    """The function behind a dotted name. Raises ValueError where there is none."""
     module, _, function = name.rpartition(".")
-    loader: CustomLoader = getattr(importlib.import_module(module), function)
+    try:
+        loader: CustomLoader = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--custom-weight-loader {name} cannot be imported: {error}") from error
     return loader
 
 

@@ -37,15 +37,19 @@ from sglang.srt.model_executor.weight_names import (
     ParameterNames,
     assign,
     check_named_tensors,
-    parse_dtype,
+    check_no_name_twice,
+    declared_tensors,
+    first_names,
+    import_custom_loader,
     resolve_custom_loader,
 )
+from sglang.srt.model_executor.weight_receive import TensorSpec
 from sglang.srt.model_loader.loader import fill_with_dummy_weights
 from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint, persistent_tensors
 from sglang.srt.model_loader.weight_utils import Checkpoint, open_checkpoint
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.platforms import current_platform
-from sglang.srt.utils.serialization import MultiprocessingSerializer
+from sglang.srt.utils.serialization import MultiprocessingSerializer, UnsafePickleError
 from sglang.srt.weight_sync.tensor_bucket import (
     FlattenedTensorBucket,
     FlattenedTensorMetadata,
@@ -66,6 +70,9 @@ _FAULTS = (
     ImportError,
     MemoryError,
 )
+
+# Of these, what says all in its message.
+_REFUSALS = (ValueError, UnsafePickleError, OSError)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -97,6 +104,7 @@ class WeightUpdateResult:
     message: str
     # The models now hold tensors of two versions; until a complete update nothing should be served.
     weights_mixed: bool = False
+    mixed_tensors: str = ""  # which
     # "target", "draft" or "draft.<i>" -> parameters that were written, shared ones included. Their
     # fingerprints are up to date. Not empty after a failure: a rollback or a partial write.
     changed: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -137,7 +145,10 @@ class WeightUpdater:
         custom_weight_loaders: Sequence[str] = (),
         timeouts: UpdateTimeouts | None = None,
     ) -> None:
-        """`model_path` and `load_format`: where the target's weights come from at start."""
+        """`model_path` and `load_format`: where the target's weights come from at start.
+
+        Raises ValueError for a custom loader that cannot be imported.
+        """
         self.model_path = model_path
         self.load_format = load_format
         self._tp = target.tp
@@ -148,6 +159,8 @@ class WeightUpdater:
         self._drafts = [_Role(name, runner) for name, runner in zip(names, drafts)]
         self._roles = [self._target, *self._drafts]
         self._custom_loaders = tuple(custom_weight_loaders)
+        for loader in self._custom_loaders:
+            import_custom_loader(loader)
         self._groups = WeightGroups(self._tp.rank, self._device, self._timeouts)
         prefixes = ["", *(f"{role.name}." for role in self._drafts)]
         self._checker = WeightChecker(
@@ -161,6 +174,18 @@ class WeightUpdater:
     def weights_mixed(self) -> bool:
         """Whether an update failed after it had begun to write, and no complete one followed."""
         return any(role.outdated for role in self._roles)
+
+    def describe_mixed(self) -> str:
+        """Which models lack which tensors since an update that was not complete; "": none."""
+        parts = []
+        for role in self._roles:
+            if role.outdated:
+                num_all = len(role.runner.model.weight_table())
+                parts.append(
+                    f"the {role.name} lacks {len(role.outdated)} of {num_all} tensors "
+                    f"({first_names(sorted(role.outdated))})"
+                )
+        return "; ".join(parts)
 
     def kv_fingerprint(self) -> str:
         """Identity of what cached KV is a function of, beside the tokens: all models' weights."""
@@ -218,13 +243,19 @@ class WeightUpdater:
         backend: str = "nccl",
     ) -> WeightUpdateResult:
         """Join a trainer's group; blocks until all members are there. Collective."""
-        error = self._attempt(
-            lambda: self._groups.join(
+        joined: list[str] = []
+
+        def join() -> None:
+            self._groups.join(
                 master_address, int(master_port), rank_offset, world_size, group_name, backend
             )
-        )
+            joined.append(group_name)
+
+        error = self._attempt(join)
         if error is not None:
-            return self._failure(f"Failed to initialize custom process group: {error}.")
+            for name in joined:  # another rank could not
+                self._groups.abandon(name)
+            return self._failure(_sentence(f"Failed to initialize custom process group: {error}"))
         return self._success("Succeeded to initialize custom process group.")
 
     def destroy_group(self, group_name: str) -> WeightUpdateResult:
@@ -275,16 +306,13 @@ class WeightUpdater:
     ) -> WeightUpdateResult:
         """Receive full tensors under checkpoint names from rank 0 of a group. Collective.
 
-        `load_format`: None (one broadcast a tensor) or "flattened_bucket" (one for all).
+        `load_format`: None (one broadcast a tensor) or "flattened_bucket" (one for all). A failure
+        to receive closes the group: the trainer must not be left waiting in its broadcasts.
         """
         received: NamedTensors = []
-
-        def receive() -> None:
-            received.extend(self._receive(names, dtypes, shapes, group_name, load_format))
-
-        error = self._attempt(receive)
+        error = self._receive_or_close(received, names, dtypes, shapes, group_name, load_format)
         if error is not None:
-            return self._refused(f"Failed to receive weights: {error}.")
+            return self._refused(error)
         return self._update(
             lambda: self._plan(received, selector, CheckpointNames),
             "Failed to update parameter online: {}",
@@ -298,9 +326,12 @@ class WeightUpdater:
         shapes: Sequence[Sequence[int]],
         group_name: str,
         load_format: str | None = None,
-    ) -> None:
-        """Take what `update_from_distributed` would receive, and forget it. Collective."""
-        self._attempt(lambda: self._receive(names, dtypes, shapes, group_name, load_format))
+    ) -> str | None:
+        """Take what `update_from_distributed` would receive, and forget it. Collective.
+
+        The error where that failed and the group was closed.
+        """
+        return self._receive_or_close([], names, dtypes, shapes, group_name, load_format)
 
     def update_from_disk(
         self, model_path: str, load_format: str | None = None
@@ -491,6 +522,7 @@ class WeightUpdater:
         names_of: Callable[[LanguageModel], ModelNames],
     ) -> list[_Write]:
         """Check everything; the writes that remain to be done."""
+        check_no_name_twice(named)
         names = [names_of(role.runner.model) for role in self._roles]
         if names_of is ParameterNames and len(self._drafts) > 1:
             # Drafts of several layers are models of one kind, whose parameters are called alike.
@@ -563,6 +595,20 @@ class WeightUpdater:
         ]
         return check_named_tensors(named)
 
+    def _receive_or_close(self, received: NamedTensors, *what: Any) -> str | None:
+        """Add to `received`; None, or the error, the group being closed on all ranks. Collective.
+
+        `what`: the arguments of `_receive`.
+        """
+        group_name = what[3]
+        was_open = group_name in self._groups
+        error = self._attempt(lambda: received.extend(self._receive(*what)))
+        if error is None:
+            return None
+        self._groups.abandon(group_name)
+        closed = f"; group {group_name} was closed, open it again" if was_open else ""
+        return _sentence(f"Failed to receive weights: {error.removesuffix('.')}{closed}")
+
     def _receive(
         self,
         names: Sequence[str],
@@ -571,24 +617,21 @@ class WeightUpdater:
         group_name: str,
         load_format: str | None,
     ) -> NamedTensors:
-        if not len(names) == len(dtypes) == len(shapes):
-            raise ValueError(
-                f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not match"
-            )
+        specs = declared_tensors(names, dtypes, shapes)
         if load_format not in (None, "flattened_bucket"):
-            raise NotImplementedError(f"Unknown load_format={load_format}")
-        device = self._groups.device_of(group_name)
-        types = [parse_dtype(dtype) for dtype in dtypes]
-        if load_format == "flattened_bucket":
-            bucket = FlattenedTensorBucket.empty(names, types, shapes, device)
-            self._groups.receive(group_name, [bucket.get_flattened_tensor()])
-            return bucket.reconstruct_tensors()
-        tensors = [
-            torch.empty(tuple(shape), dtype=dtype, device=device)
-            for dtype, shape in zip(types, shapes)
-        ]
-        self._groups.receive(group_name, tensors)
-        return list(zip(names, tensors))
+            raise ValueError(f"Unknown load_format={load_format}")
+        self._groups.device_of(group_name)
+        if not specs:
+            return []  # a trainer has nothing to broadcast then
+        if load_format is None:
+            return list(zip(names, self._groups.receive(group_name, specs)))
+        types = [spec.dtype for spec in specs]
+        bucket = FlattenedTensorBucket.empty(names, types, shapes, torch.device("meta"))
+        whole = TensorSpec("the bucket", torch.uint8, tuple(bucket.get_flattened_tensor().shape))
+        [flat] = self._groups.receive(group_name, [whole])
+        return FlattenedTensorBucket(
+            flattened_tensor=flat, metadata=bucket.get_metadata()
+        ).reconstruct_tensors()
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -601,18 +644,16 @@ class WeightUpdater:
         for role, space, part in zip(self._roles, names, parts):
             if not part and role is not self._target:
                 continue
-            problems = role.runner.model.check_weights(part, complete=role is self._target)
-            problems.raise_if_any(source)
+            space.problems(part, complete=role is self._target).raise_if_any(source)
             wanted = frozenset(name for name, _ in part)
             load = functools.partial(self._load_files, role, space, checkpoint, wanted)
             writes.append(_Write(role, load))
         return writes
 
     def _load_files(
-        self, role: _Role, names: ModelNames, checkpoint: Checkpoint, wanted: frozenset[str]
+        self, role: _Role, names: CheckpointNames, checkpoint: Checkpoint, wanted: frozenset[str]
     ) -> set[int]:
-        # Streamed: a whole checkpoint need not fit in memory a second time.
-        written = role.runner.model.load_weights(
+        written = names.write(
             (name, tensor) for name, tensor in checkpoint.tensors() if name in wanted
         )
         role.outdated -= written
@@ -651,7 +692,7 @@ class WeightUpdater:
             action()
         except _FAULTS as fault:
             error = str(fault) or type(fault).__name__
-            logger.warning("Weight update: %s", error, exc_info=not isinstance(fault, ValueError))
+            logger.warning("Weight update: %s", error, exc_info=not isinstance(fault, _REFUSALS))
         group, size = self._tp.cpu_group, self._tp.size
         if group is None:
             return error
@@ -697,6 +738,7 @@ class WeightUpdater:
             success=True,
             message=message,
             weights_mixed=self.weights_mixed,
+            mixed_tensors=self.describe_mixed(),
             changed=changed or {},
             checksum=checksum,
         )
@@ -708,8 +750,13 @@ class WeightUpdater:
             success=False,
             message=message,
             weights_mixed=self.weights_mixed,
+            mixed_tensors=self.describe_mixed(),
             changed=changed or {},
         )
+
+
+def _sentence(text: str) -> str:
+    return f"{text.rstrip('.')}."
 
 
 def _storage(tensor: torch.Tensor) -> int:

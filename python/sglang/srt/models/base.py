@@ -8,7 +8,7 @@ Used on the scheduler thread.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,13 +142,17 @@ class LanguageModel(nn.Module):
         }
 
     def check_weights(
-        self, infos: Iterable[tuple[str, torch.Tensor]], complete: bool
+        self,
+        infos: Iterable[tuple[str, torch.Tensor]],
+        complete: bool,
+        table: Mapping[str, WeightSlot] | None = None,
     ) -> WeightProblems:
         """Compare names and shapes without reading or writing a value.
 
         `infos` may hold meta tensors. With `complete`, every tensor of the table must occur.
+        `table`: what `weight_table` gave just now, for callers that have it.
         """
-        table = self.weight_table()
+        table = self.weight_table() if table is None else table
         problems = WeightProblems()
         seen: set[str] = set()
         for name, tensor in self._named_parts(infos):
@@ -164,14 +168,18 @@ class LanguageModel(nn.Module):
             problems.missing = [name for name in table if name not in seen]
         return problems
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        table: Mapping[str, WeightSlot] | None = None,
+    ) -> set[str]:
         """Copy checkpoint tensors (full shapes, HF names) into this rank's parameters, in place.
 
         Any subset of the model's tensors may come. Returns the names that were loaded. Raises
         WeightLoadError after the last tensor if some were unknown or misshapen; the others have
-        been written by then (`check_weights` tells beforehand).
+        been written by then (`check_weights` tells beforehand). `table`: see there.
         """
-        table = self.weight_table()
+        table = self.weight_table() if table is None else table
         problems = WeightProblems()
         loaded: set[str] = set()
         for name, tensor in self._named_parts(weights):

@@ -9,7 +9,7 @@ the target's head; `set_embed_and_head` must have been called before the first f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +19,7 @@ from sglang.srt.configs.draft_config import EagleDraftConfig, HeadSource, read_e
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.base import LanguageModel, WeightProblems
 
@@ -114,13 +115,16 @@ class EagleDraftModel(LanguageModel):
         return False
 
     def check_weights(
-        self, infos: Iterable[tuple[str, torch.Tensor]], complete: bool
+        self,
+        infos: Iterable[tuple[str, torch.Tensor]],
+        complete: bool,
+        table: Mapping[str, WeightSlot] | None = None,
     ) -> WeightProblems:
         infos = list(infos)
         unused = [name for name, _ in infos if self._is_shared_name(self.plain_name(name))]
         if unused:
             logger.info("Not read from the draft, shared weights are used instead: %s", unused)
-        problems = super().check_weights(infos, complete)
+        problems = super().check_weights(infos, complete, table)
         problems.missing = [n for n in problems.missing if not self.is_optional_weight(n)]
         return problems
 

@@ -206,9 +206,13 @@ class LlamaForCausalLMEagle3(EagleDraftModel):
         covers_all = self.draft_config.draft_vocab_size == self.draft_config.vocab_size
         return name == _DRAFT_TO_TARGET and covers_all
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    def load_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        table: Mapping[str, WeightSlot] | None = None,
+    ) -> set[str]:
         """As in the base; raises WeightLoadError, too, for a `d2t` out of the vocabulary."""
-        loaded = super().load_weights(weights)
+        loaded = super().load_weights(weights, table)
         if self.d2t is not None and _DRAFT_TO_TARGET in loaded:
             self.d2t.refresh()
         return loaded

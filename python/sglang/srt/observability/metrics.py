@@ -211,6 +211,10 @@ class SchedulerMetrics:
                 ("hicache_dropped_tokens", "Tokens that left the cache without a copy."),
                 ("prefetched_tokens", "Tokens read from storage."),
                 ("backuped_tokens", "Tokens written to storage."),
+                (
+                    "hicache_damaged_pages",
+                    "Pages found damaged in storage, or not what their names say; removed.",
+                ),
             )
         }
         self._weight_load = make.gauge(

@@ -113,10 +113,16 @@ class NotAStore:
     pass
 
 
+class Unprepared(FaultStore):
+    def __init__(self, config: HiCacheStorageConfig) -> None:
+        self.mine = config
+
+
 @pytest.fixture(autouse=True)
 def user_module() -> Iterator[None]:
     module = types.ModuleType("a_users_module")
-    classes = (FlatStore, FillingStore, BatchStore, BrokenStore, Unbuildable, NotAStore, FaultStore)
+    classes: tuple[type, ...] = (FlatStore, FillingStore, BatchStore, BrokenStore, Unbuildable)
+    classes += (NotAStore, FaultStore, Unprepared)
     for user_class in classes:
         setattr(module, user_class.__name__, user_class)
     sys.modules["a_users_module"] = module
@@ -127,6 +133,11 @@ def user_module() -> Iterator[None]:
 def create(class_name: str, **extra: object) -> HiCacheStorage:
     names = {"backend_name": "mine", "module_path": "a_users_module", "class_name": class_name}
     return create_storage_backend("dynamic", HiCacheStorageConfig(extra_config=names | extra))
+
+
+def test_a_class_that_leaves_out_its_base_is_told_so() -> None:
+    with pytest.raises(StorageError, match=r"Unprepared.__init__ must call super\(\).__init__"):
+        create("Unprepared")
 
 
 def test_file_is_made_by_name(tmp_path: Path) -> None:

@@ -403,7 +403,9 @@ def test_bad_options_are_refused_by_name(
         HiCacheFile(config)
 
 
-def test_the_environment_goes_before_the_extra_config(tmp_path: Path) -> None:
+def test_the_environment_goes_before_the_extra_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = HiCacheStorageConfig(
         extra_config={"file_storage_path": str(tmp_path / "b"), "max_size": "1GB"}
     )
@@ -415,6 +417,11 @@ def test_the_environment_goes_before_the_extra_config(tmp_path: Path) -> None:
     assert store.folder == tmp_path / "a"
     assert store.get_stats()["max_bytes"] == 123_456
     store.close()
+    (message,) = caplog.messages
+    assert message.startswith(f"Pages go to {tmp_path / 'a'}, as SGLANG_HICACHE_FILE_BACKEND")
+    with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(tmp_path / "b")):
+        HiCacheFile(config).close()
+    assert len(caplog.messages) == 1
     store = HiCacheFile(config)
     assert store.folder == tmp_path / "b"
     assert store.get_stats()["max_bytes"] == 10**9

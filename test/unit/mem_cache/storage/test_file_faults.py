@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -239,3 +240,94 @@ def test_clear_tells_when_a_page_stays(tmp_path: Path, monkeypatch: pytest.Monke
     assert store.clear() is True
     assert store.get_stats()["used_bytes"] == 0
     store.close()
+
+
+def test_a_directory_in_the_place_of_a_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_host_pool()
+    store = make_file_store(tmp_path, pool, max_size=8 * PAGE, write_threads=1)
+    put(store, pool, [1])
+    (page,) = tmp_path.glob("*.bin")
+    page.unlink()
+    page.mkdir()
+    assert get(store, pool, [1]) == [False]  # an empty one goes
+    assert not page.exists() and store.num_damaged_pages() == 1
+    page.mkdir()
+    assert put(store, pool, [1]) == [True]
+    assert get(store, pool, [1]) == [True]
+    page.unlink()
+    page.mkdir()
+    (page / "something").write_text("of somebody's")
+    caplog.clear()
+    for _ in range(3):
+        assert put(store, pool, [1, 2]) == [False, False]
+        assert get(store, pool, [1]) == [False]
+    (message,) = caplog.messages
+    assert message.startswith(f"{page} is a directory in the place of a page")
+    for seed in range(2, 20):  # it does not stand in the way of eviction
+        assert put(store, pool, [seed]) == [True], seed
+    assert (page / "something").exists() and not temporaries(tmp_path)
+    (page / "something").unlink()
+    assert put(store, pool, [1]) == [True]
+    assert get(store, pool, [1]) == [True]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_size": PAGE - 1}, "max_size of 1023 bytes is less than one page, 1024 bytes"),
+        ({"min_free_space": "1000TB"}, "leaves nothing of a disk"),
+    ],
+)
+def test_limits_that_let_nothing_be_written_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], told: str
+) -> None:
+    pool = make_host_pool()
+    store = make_file_store(tmp_path, pool, **options)
+    (message,) = caplog.messages
+    assert message.startswith(f"no page of kv can be written to {tmp_path}: ") and told in message
+    assert put(store, pool, [1]) == [False]
+    assert told in caplog.messages[1] and "no room" in caplog.messages[1]
+    store.close()
+
+
+def test_a_limit_below_what_is_used_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_host_pool()
+    store = make_file_store(tmp_path, pool)
+    put(store, pool, [1, 2, 3])
+    store.close()
+    assert not caplog.messages
+    make_file_store(tmp_path, pool, max_size=2 * PAGE).close()
+    (message,) = caplog.messages
+    assert message.startswith(f"max_size of {2 * PAGE} bytes is less than the {3 * PAGE} that")
+
+
+def test_damage_is_counted_and_warnings_say_how_much_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_host_pool()
+    store = make_file_store(tmp_path, pool)
+    seeds = [1, 2, 3]
+    put(store, pool, seeds)
+    for path in tmp_path.glob("*.bin"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    for seed in seeds:
+        assert get(store, pool, [seed]) == [False]
+    assert store.num_damaged_pages() == 3
+    assert len(caplog.messages) == 1 and "is damaged" in caplog.messages[0]
+    store._log.interval_s = 0
+    put(store, pool, [1])
+    (path,) = tmp_path.glob("*.bin")
+    path.write_bytes(b"")
+    assert get(store, pool, [1]) == [False]
+    assert caplog.messages[1].endswith("(and 2 times more since this was last said)")
+    store._log.interval_s = 60
+    put(store, pool, [1])
+    path.write_bytes(b"")
+    assert get(store, pool, [1]) == [False]
+    store.close()
+    assert caplog.messages[2:] == ["1 more warnings of the kind 'discard' were not shown"]

@@ -94,6 +94,8 @@ def _create_dynamic(config: HiCacheStorageConfig) -> HiCacheStorage:
     backend = _construct(loaded, config, label)
     if not isinstance(backend, HiCacheStorage):
         raise StorageError(f"{label} must derive from HiCacheStorage to move pages itself")
+    if not hasattr(backend, "pools"):
+        raise StorageError(f"{label}.__init__ must call super().__init__(config) of HiCacheStorage")
     return backend
 
 

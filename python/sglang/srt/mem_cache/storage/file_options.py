@@ -5,6 +5,7 @@ Owns their names, types and defaults. Called once when the backend is made.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from typing import Any
 
 from sglang.srt.environ import EnvVar, envs, parse_bytes
 from sglang.srt.mem_cache.storage.folder_quota import QuotaLimits, scan_folder
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_BYTES = 64 * 10**9
 _DEFAULT_ROOM_SHARE = 0.1  # of what is free or already ours at the start
@@ -72,11 +75,19 @@ def file_options(extra: Mapping[str, Any]) -> FileOptions:
             f"the file backend knows no option {', '.join(map(repr, unknown))}; "
             f"it takes {', '.join(sorted(OPTION_NAMES))}"
         )
-    folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or extra.get("file_storage_path")
+    given = extra.get("file_storage_path")
+    folder = envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.get() or given
     if folder is None:
         folder = os.path.join(tempfile.gettempdir(), "hicache")
     if not isinstance(folder, str) or not folder:
         raise ValueError(f"file_storage_path must be a path, not {folder!r}")
+    if isinstance(given, str) and Path(given).absolute() != Path(folder).absolute():
+        logger.warning(
+            "Pages go to %s, as SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR says; file_storage_path %s "
+            "of the extra config is not used",
+            folder,
+            given,
+        )
     ratio = envs.SGLANG_HICACHE_FILE_BACKEND_EVICTION_RATIO.get()
     if ratio is None:
         ratio = extra.get("eviction_ratio", _DEFAULT_EVICTION_RATIO)

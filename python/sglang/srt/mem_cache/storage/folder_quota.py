@@ -23,6 +23,7 @@ import fcntl
 import logging
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -90,6 +91,8 @@ def scan_folder(folder: str) -> FolderScan:
                 info = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # gone since the listing
+            if stat.S_ISDIR(info.st_mode):
+                continue  # nobody's page, whatever its name
             if is_temp:
                 temp_bytes += info.st_size
             else:
@@ -129,6 +132,25 @@ class FolderQuota:
             before = self.num_strays_removed
             self._rescan()
             return self.num_strays_removed - before
+
+    def obstacle(self, size: int) -> str | None:
+        """Say why a file of ``size`` bytes has no room, even if all pages go; None when it has."""
+        limits = self.limits
+        if limits.max_bytes is not None and size > limits.max_bytes:
+            return f"max_size of {limits.max_bytes} bytes is less than one page, {size} bytes"
+        disk = os.statvfs(self.folder)
+        whole, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        if limits.min_free_bytes + size > whole:
+            return (
+                f"min_free_space of {limits.min_free_bytes} bytes leaves nothing of a disk of "
+                f"{whole} bytes"
+            )
+        if limits.min_free_bytes + size > free + self.last_used_bytes:
+            return (
+                f"{free} bytes of the disk are free and pages use {self.last_used_bytes}; "
+                f"min_free_space keeps {limits.min_free_bytes} free"
+            )
+        return None
 
     def reserve(self, size: int) -> Reservation | None:
         """Make room for ``size`` bytes and create the file they go to; None when there is none."""

@@ -248,7 +248,7 @@ class MooncakeStore(SharedPageStore):
         for name in names:
             code = self._client.remove(name, True)
             if code < 0 and code != _NOT_FOUND:
-                self._warn("remove", "%s could not be removed: %d", name, code)
+                self._log.warning("remove", "%s could not be removed: %d", name, code)
 
     def _remove_prefix(self, prefix: str) -> int:
         # Prefixes hold letters, digits, '-', '_' and '/' only.

@@ -209,7 +209,7 @@ class RedisStore(SharedPageStore):
     def _refused(self, error: RespError) -> None:
         if str(error).startswith(_AWAY):
             raise StoreUnreachable(str(error))
-        self._warn("refused", "%s refuses: %s", self.display_name, error)
+        self._log.warning("refused", "%s refuses: %s", self.display_name, error)
 
     # -- connections --
 

@@ -44,6 +44,7 @@ from sglang.srt.mem_cache.storage.page_file import (
     PageOwner,
     model_part,
 )
+from sglang.srt.mem_cache.storage.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 
 DEFAULT_PREFIX = "hispec1"  # changes with the format of a record
-_WARN_INTERVAL_S = 60.0
 _COUNTERS = ("hits", "misses", "corrupt", "foreign", "written", "existing", "dropped")
 
 
@@ -148,7 +148,7 @@ class SharedPageStore(HiCacheStorage):
         }
         self._stats: Counter[str] = Counter()
         self._stats_lock = threading.Lock()
-        self._warned_at: dict[str, float] = {}
+        self._log = RateLimitedLog(logger)
         self.availability = Availability(self.display_name, self._probe)
 
     # -- what a backend adds --
@@ -275,6 +275,12 @@ class SharedPageStore(HiCacheStorage):
     def close(self) -> None:
         """Miss from now on; backends end their connections as well."""
         self.availability.close()
+        self._log.flush()
+
+    def num_damaged_pages(self) -> int:
+        """See the base class."""
+        with self._stats_lock:
+            return self._stats["corrupt"] + self._stats["foreign"]
 
     # -- records --
 
@@ -360,7 +366,7 @@ class SharedPageStore(HiCacheStorage):
             io_errors=outcomes.count(Outcome.FAILED),
         )
         if num_done < len(missing):
-            self._warn(
+            self._log.warning(
                 "write",
                 "%d pages could not be written to %s: it is full or a node of it is away",
                 len(missing) - num_done,
@@ -380,7 +386,8 @@ class SharedPageStore(HiCacheStorage):
             foreign=outcomes.count(Outcome.FOREIGN),
         )
         if bad:
-            self._warn("bad", "%s is no page of ours: removed, counts as a miss", bad[0].name)
+            message = "%s is no page of ours: removed, counts as a miss (%d in this read)"
+            self._log.warning("bad", message, bad[0].name, len(bad))
             self._guarded("remove", lambda: self._remove([record.name for record in bad]), None)
         if done:
             self._guarded("refresh", lambda: self._refresh([record.name for record in done]), None)
@@ -401,10 +408,3 @@ class SharedPageStore(HiCacheStorage):
     def _count(self, **amounts: int) -> None:
         with self._stats_lock:
             self._stats.update(amounts)
-
-    def _warn(self, kind: str, message: str, *args: object) -> None:
-        """Log the first of a kind and then one a minute: a bad store fails on every page."""
-        now = time.monotonic()
-        if now - self._warned_at.get(kind, -_WARN_INTERVAL_S) >= _WARN_INTERVAL_S:
-            self._warned_at[kind] = now
-            logger.warning(message, *args)
