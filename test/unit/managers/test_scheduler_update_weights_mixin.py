@@ -108,11 +108,15 @@ def update(
             success=success, message="Done.", weights_mixed=not success, mixed_tensors=mixed
         )
 
+    def discard() -> str | None:
+        host.log.append("discard")
+        return discarded
+
     return apply_weight_update(
         cast(WeightUpdateHost, host),
         UpdateWeightFromDiskReqInput(model_path="new", **fields),
         load,
-        discard=lambda: host.log.append("discard") or discarded,
+        discard=discard,
     )
 
 

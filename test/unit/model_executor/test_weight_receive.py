@@ -123,7 +123,8 @@ def _engine(folder: Path, ports: Sequence[int]) -> dict[str, str]:
     for port, (case, (declared, load_format, _, _)) in zip(ports, CASES.items()):
         joined = updater.init_group("127.0.0.1", port, 1, 2, "g", "gloo")
         assert joined.success, joined.message
-        result = updater.update_from_distributed(*declared, "g", load_format)
+        names, dtypes, shapes = declared
+        result = updater.update_from_distributed(names, dtypes, shapes, "g", load_format)
         said[case] = result.message
         if case == "as declared":
             ones = {UP: torch.ones(10, 24), NORM: torch.ones(24)}
