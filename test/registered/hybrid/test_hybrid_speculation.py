@@ -16,7 +16,14 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import FlushCacheReqInput
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.eager_graphs import use_eager_graphs
-from sglang.test.fakes.spec_rig import Oracle, TinyPair, prompts, run_all, serve, worker_of
+from sglang.test.fakes.spec_rig import (
+    TinyPair,
+    check_greedy,
+    prompts,
+    run_all,
+    serve,
+    worker_of,
+)
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
@@ -69,15 +76,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(
 ) -> None:
     flags = ("--page-size", page, "--chunked-prefill-size", chunk)
     with serve(pair, algorithm, *flags, topk=topk, overlap=overlap) as served:
-        if algorithm != "NGRAM":
-            oracle = Oracle(worker_of(served))
-            for prompt, output in zip(PROMPTS, greedy):
-                oracle.know(prompt, output)
-        assert run_all(served, PROMPTS, NUM_NEW) == greedy
-        # From the prefix cache, and NGRAM knows the texts by now.
-        assert run_all(served, PROMPTS, NUM_NEW) == greedy
-        total = served.scheduler.result_processor.spec_total
-        assert total is not None and total.accept_length > 1.5
+        assert check_greedy(served, PROMPTS, greedy, NUM_NEW).accept_length > 1.5
         served.settle()
 
 

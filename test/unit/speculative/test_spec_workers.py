@@ -21,6 +21,7 @@ from sglang.test.fakes.served_scheduler import Answer, ServedScheduler
 from sglang.test.fakes.spec_rig import (
     Oracle,
     TinyPair,
+    check_greedy,
     finish_all,
     prompts,
     run_all,
@@ -69,15 +70,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(
 ) -> None:
     flags = ("--page-size", page, "--chunked-prefill-size", chunk)
     with serve(pair, algorithm, *flags, topk=topk, overlap=overlap) as served:
-        if algorithm != "NGRAM":
-            oracle = Oracle(worker_of(served))
-            for prompt, output in zip(PROMPTS, greedy):
-                oracle.know(prompt, output)
-        assert run_all(served, PROMPTS, NUM_NEW) == greedy
-        # From the prefix cache, and NGRAM knows the texts by now.
-        assert run_all(served, PROMPTS, NUM_NEW) == greedy
-        total = served.scheduler.result_processor.spec_total
-        assert total is not None and total.accept_length > 1.7
+        assert check_greedy(served, PROMPTS, greedy, NUM_NEW).accept_length > 1.7
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from sglang.srt.speculative.coins import Coins
 from sglang.srt.speculative.draft_runner import Drafted, DraftedRows
 from sglang.srt.speculative.eagle_utils import chain_tree, tree_from_parents
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
+from sglang.srt.speculative.spec_counters import SpecCounters
 from sglang.test.fakes.served_scheduler import ServedScheduler
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
@@ -200,6 +201,29 @@ def run_all(
     rids = [served.submit(prompt, max_new_tokens, **fields) for prompt in requests]
     finish_all(served, rids)
     return [served.answer_of(rid).tokens for rid in rids]
+
+
+def check_greedy(
+    served: ServedScheduler,
+    requests: Sequence[Sequence[int]],
+    answers: Sequence[list[int]],
+    max_new_tokens: int,
+) -> SpecCounters:
+    """Assert that drafts change no answer, nor does the prefix cache; returns what was counted.
+
+    The draft model, where there is one, knows the answers.
+    """
+    worker = worker_of(served)
+    if not isinstance(worker, NGRAMWorker):
+        oracle = Oracle(worker)
+        for prompt, answer in zip(requests, answers):
+            oracle.know(prompt, answer)
+    assert run_all(served, requests, max_new_tokens) == answers
+    # From the prefix cache, and NGRAM knows the texts by now.
+    assert run_all(served, requests, max_new_tokens) == answers
+    total = served.scheduler.result_processor.spec_total
+    assert total is not None
+    return total
 
 
 def finish_all(served: ServedScheduler, rids: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from sglang.srt.mem_cache.memory_pool_host import HostPoolGroup
+from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey
 from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer, SpanPages
 
@@ -141,6 +141,7 @@ class TreeComponent(ABC):
     def __init__(self) -> None:
         self.evictable_size = 0
         self.protected_size = 0
+        self._host_pool: HostKVCache | None = None
 
     @abstractmethod
     def reset(self, root: TreeNode) -> None:
@@ -185,17 +186,39 @@ class TreeComponent(ABC):
 
     # -- host tier ------------------------------------------------------------------------------
 
-    @abstractmethod
     def bind_host_pools(self, pools: HostPoolGroup) -> None:
-        """Learn where host copies live; before any of the methods below, once."""
+        """Learn where host copies live; before any of the methods below, once.
 
-    @abstractmethod
+        Raises ValueError when the component's pool is not registered.
+        """
+        entry = pools.get(self.pool_name)
+        if entry is None:
+            raise ValueError(f"no host pool {self.pool_name} is registered")
+        self._host_pool = entry.host_pool
+
+    @property
+    def host_pool(self) -> HostKVCache:
+        """Where host copies live. Raises RuntimeError without a host tier."""
+        if self._host_pool is None:
+            raise RuntimeError(f"{self.pool_name} has no host tier here")
+        return self._host_pool
+
     def lock_host(self, node: TreeNode) -> bool:
         """Keep the node's host copy in place; False when there is none and nothing was taken."""
+        data = node.data[self.component_type]
+        if data.host_value is None:
+            return False
+        data.host_lock_ref += 1
+        return True
 
-    @abstractmethod
     def unlock_host(self, node: TreeNode) -> None:
-        """Undo one ``lock_host`` that took something."""
+        """Undo one ``lock_host`` that took something. InvariantError when nobody holds one."""
+        data = node.data[self.component_type]
+        if data.host_lock_ref <= 0:
+            raise InvariantError(
+                f"the host's {self.pool_name} of {node!r} is unlocked once too often"
+            )
+        data.host_lock_ref -= 1
 
     @abstractmethod
     def release_host(self, node: TreeNode) -> int:

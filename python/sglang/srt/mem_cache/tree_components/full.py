@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentType,
@@ -32,7 +31,6 @@ class FullComponent(TreeComponent):
     def __init__(self, allocator: BaseTokenToKVPoolAllocator) -> None:
         super().__init__()
         self._allocator = allocator
-        self._host_pool: HostKVCache | None = None
 
     def reset(self, root: TreeNode) -> None:
         """See ``TreeComponent``; the root counts as resident and backed up, with no tokens."""
@@ -119,10 +117,6 @@ class FullComponent(TreeComponent):
         self.evictable_size -= num_tokens
         return num_tokens
 
-    def bind_host_pools(self, pools: HostPoolGroup) -> None:
-        """See ``TreeComponent``."""
-        self._host_pool = pools.anchor.host_pool
-
     def store_host(self, node: TreeNode, host_indices: torch.Tensor) -> None:
         """Give a node without host copy its host slots; the tree owns them now."""
         data = node.data[ComponentType.FULL]
@@ -132,18 +126,9 @@ class FullComponent(TreeComponent):
 
     def lock_host(self, node: TreeNode) -> bool:
         """See ``TreeComponent``: the one node, its ancestors have a child with a host copy."""
-        data = node.data[ComponentType.FULL]
-        if data.host_value is None:
+        if not super().lock_host(node):
             raise InvariantError(f"{node!r} has nothing on the host to lock")
-        data.host_lock_ref += 1
         return True
-
-    def unlock_host(self, node: TreeNode) -> None:
-        """See ``TreeComponent``."""
-        data = node.data[ComponentType.FULL]
-        if data.host_lock_ref <= 0:
-            raise InvariantError(f"{node!r} is unlocked on the host once too often")
-        data.host_lock_ref -= 1
 
     def release_host(self, node: TreeNode) -> int:
         """See ``TreeComponent``; only what is off the device may go."""

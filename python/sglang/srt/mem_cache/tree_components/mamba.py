@@ -13,7 +13,6 @@ from typing import ClassVar
 import torch
 
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer, SpanPages
 from sglang.srt.mem_cache.tree_components.base import (
     ComponentData,
@@ -40,7 +39,6 @@ class MambaComponent(TreeComponent):
         if allocator is None or allocator.page_size != 1:
             raise ValueError("recurrent state needs an allocator of single slots")
         self.allocator = allocator
-        self._host_pool: HostKVCache | None = None
         self._with_host_state: dict[int, TreeNode] = {}  # by node id
         # Least recently used last, as of when it was made; see `make_host_room`.
         self._host_victims: list[tuple[int, TreeNode]] = []
@@ -112,35 +110,6 @@ class MambaComponent(TreeComponent):
         return 1
 
     # -- host tier ------------------------------------------------------------------------------
-
-    def bind_host_pools(self, pools: HostPoolGroup) -> None:
-        """See ``TreeComponent``. Raises ValueError when no pool of states is registered."""
-        entry = pools.get(PoolName.MAMBA)
-        if entry is None:
-            raise ValueError("no host pool of recurrent states is registered")
-        self._host_pool = entry.host_pool
-
-    @property
-    def host_pool(self) -> HostKVCache:
-        """Where host copies live."""
-        if self._host_pool is None:
-            raise RuntimeError("recurrent states have no host tier here")
-        return self._host_pool
-
-    def lock_host(self, node: TreeNode) -> bool:
-        """See ``TreeComponent``."""
-        data = _data(node)
-        if data.host_value is None:
-            return False
-        data.host_lock_ref += 1
-        return True
-
-    def unlock_host(self, node: TreeNode) -> None:
-        """See ``TreeComponent``."""
-        data = _data(node)
-        if data.host_lock_ref <= 0:
-            raise InvariantError(f"the host state of {node!r} is unlocked once too often")
-        data.host_lock_ref -= 1
 
     def release_host(self, node: TreeNode) -> int:
         """See ``TreeComponent``."""

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import torch
 
-from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup
 from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer, SpanPages
 from sglang.srt.mem_cache.swa_allocator import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.tree_components.base import (
@@ -59,7 +58,6 @@ class SWAComponent(TreeComponent):
         self.reach = allocator.window - 1
         self._locks: dict[int, Counter[int]] = {}  # node id -> tokens covered from its end -> count
         self._split: Split | None = None
-        self._host_pool: HostKVCache | None = None
         self._with_host_rows: dict[int, TreeNode] = {}  # by node id
         # Parts of a node that was divided while its host copy was in use -> the part that says so.
         self._pinned_by: dict[int, TreeNode] = {}
@@ -234,35 +232,6 @@ class SWAComponent(TreeComponent):
         self.store(node, rows)
 
     # -- host tier ------------------------------------------------------------------------------
-
-    def bind_host_pools(self, pools: HostPoolGroup) -> None:
-        """See ``TreeComponent``. Raises ValueError when no pool of windows is registered."""
-        entry = pools.get(PoolName.SWA)
-        if entry is None:
-            raise ValueError("no host pool of sliding windows is registered")
-        self._host_pool = entry.host_pool
-
-    @property
-    def host_pool(self) -> HostKVCache:
-        """Where host copies live."""
-        if self._host_pool is None:
-            raise RuntimeError("sliding windows have no host tier here")
-        return self._host_pool
-
-    def lock_host(self, node: TreeNode) -> bool:
-        """See ``TreeComponent``."""
-        data = swa_data(node)
-        if data.host_value is None:
-            return False
-        data.host_lock_ref += 1
-        return True
-
-    def unlock_host(self, node: TreeNode) -> None:
-        """See ``TreeComponent``."""
-        data = swa_data(node)
-        if data.host_lock_ref <= 0:
-            raise InvariantError(f"the host window of {node!r} is unlocked once too often")
-        data.host_lock_ref -= 1
 
     def release_host(self, node: TreeNode) -> int:
         """See ``TreeComponent``."""
