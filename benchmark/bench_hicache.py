@@ -32,6 +32,7 @@ import requests
 
 from sglang.test.small_server import SmallServer, serve
 
+PARTS = ("ttft", "flush", "throughput")
 DETAILS = {"L1": "device", "L2": "host", "L3": "storage"}
 
 
@@ -77,10 +78,16 @@ def check_source(tier: str, meta: dict[str, Any], least: int) -> None:
 
 
 def time_to_first_token(
-    client: Client, length: int, page_size: int, pool_tokens: int, rounds: int
+    client: Client,
+    length: int,
+    page_size: int,
+    pool_tokens: int,
+    rounds: int,
+    has_storage: bool = True,
 ) -> dict[str, dict[str, float]]:
     """Medians by tier, milliseconds; `share`: of the cold time."""
-    times: dict[str, list[float]] = {name: [] for name in ("cold", "L1", "L2", "L3")}
+    tiers = ("cold", "L1", "L2", "L3") if has_storage else ("cold", "L1", "L2")
+    times: dict[str, list[float]] = {name: [] for name in tiers}
     least = length - 2 * page_size
     for _ in range(rounds):
         prompt = client.prompt(length)
@@ -97,9 +104,10 @@ def time_to_first_token(
         check_source("L2", meta, least)
         times["L2"].append(elapsed)
         client.flush(timeout_s=120)
-        elapsed, meta = client.first_token(prompt)
-        check_source("L3", meta, least)
-        times["L3"].append(elapsed)
+        if has_storage:
+            elapsed, meta = client.first_token(prompt)
+            check_source("L3", meta, least)
+            times["L3"].append(elapsed)
     cold = statistics.median(times["cold"])
     return {
         name: {
@@ -179,6 +187,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="folder of a model or of a shape (config.json alone)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny random model, a self-test")
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--no-storage", action="store_true", help="two tiers, without files")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--pool-tokens", type=int, default=57344, help="device pool")
@@ -231,12 +241,14 @@ def tier_flags(args: argparse.Namespace, storage: str) -> list[str | int | float
     size: list[str | int | float] = ["--hicache-size", args.hicache_size]
     if args.small:
         size = ["--hicache-ratio", 8]
+    tiers: list[str | int | float] = ["--enable-hierarchical-cache", *size]
+    if args.no_storage:
+        return tiers
     config = {"file_storage_path": storage, "prefetch_threshold": args.page_size}
     if not args.small:
         config["max_size"] = args.storage_size
     return [
-        "--enable-hierarchical-cache",
-        *size,
+        *tiers,
         "--hicache-storage-backend",
         "file",
         "--hicache-storage-prefetch-policy",
@@ -247,20 +259,28 @@ def tier_flags(args: argparse.Namespace, storage: str) -> list[str | int | float
 
 
 def show(results: dict[str, Any]) -> None:
-    print(f"\n{'tokens':>7} {'tier':>5} {'ms':>9} {'share of cold':>14} {'best':>9} {'worst':>9}")
-    for length, tiers in results["ttft"].items():
-        for name, row in tiers.items():
-            print(
-                f"{length:>7} {name:>5} {row['ms']:9.1f} {row['share']:14.3f} "
-                f"{row['best_ms']:9.1f} {row['worst_ms']:9.1f}"
-            )
-    flush = results["flush"]
-    print(f"flush with backups pending: {flush['median_ms']:.1f} ms, worst {flush['worst_ms']:.1f}")
-    both = results["throughput"]
-    print(
-        f"throughput without hits: {both['on_tokens_per_s']:.0f} tok/s with tiers, "
-        f"{both['off_tokens_per_s']:.0f} without, ratio {both['ratio']:.3f}"
-    )
+    if "ttft" in results:
+        columns = f"{'ms':>9} {'share of cold':>14} {'best':>9} {'worst':>9}"
+        print(f"\n{'tokens':>7} {'tier':>5} {columns}")
+        for length, tiers in results["ttft"].items():
+            for name, row in tiers.items():
+                print(
+                    f"{length:>7} {name:>5} {row['ms']:9.1f} {row['share']:14.3f} "
+                    f"{row['best_ms']:9.1f} {row['worst_ms']:9.1f}"
+                )
+    if "flush" in results:
+        flush = results["flush"]
+        print(
+            f"flush right after an answer: {flush['median_ms']:.1f} ms, "
+            f"worst {flush['worst_ms']:.1f}"
+        )
+    if "throughput" in results:
+        both = results["throughput"]
+        print(
+            f"throughput without hits: {both['on_tokens_per_s']:.0f} tok/s with tiers, "
+            f"{both['off_tokens_per_s']:.0f} without, ratio {both['ratio']:.3f} "
+            f"({min(both['ratios']):.3f} to {max(both['ratios']):.3f})"
+        )
 
 
 def main() -> None:
@@ -272,19 +292,27 @@ def main() -> None:
         on = Client(
             stack.enter_context(serve(args.model, *flags, *tier_flags(args, storage))), words, 1
         )
-        results: dict[str, Any] = {"arguments": vars(args), "ttft": {}}
-        for length in args.lengths:
-            client_args = (on, length, args.page_size, args.pool_tokens, args.rounds)
-            results["ttft"][length] = time_to_first_token(*client_args)
-        results["flush"] = flush_times(on, args.lengths[0], args.flush_cycles)
-        on.flush(timeout_s=120)
-        off = Client(stack.enter_context(serve(args.model, *flags)), words, 2)
-        results["throughput"] = compare_throughput(
-            on,
-            off,
-            lambda client: throughput(client, args.num_requests, args.input_len, args.output_len),
-            args.pairs,
-        )
+        results: dict[str, Any] = {"arguments": vars(args)}
+        if "ttft" in args.only:
+            results["ttft"] = {
+                length: time_to_first_token(
+                    on, length, args.page_size, args.pool_tokens, args.rounds, not args.no_storage
+                )
+                for length in args.lengths
+            }
+        if "flush" in args.only:
+            results["flush"] = flush_times(on, args.lengths[0], args.flush_cycles)
+            on.flush(timeout_s=120)
+        if "throughput" in args.only:
+            off = Client(stack.enter_context(serve(args.model, *flags)), words, 2)
+            results["throughput"] = compare_throughput(
+                on,
+                off,
+                lambda client: throughput(
+                    client, args.num_requests, args.input_len, args.output_len
+                ),
+                args.pairs,
+            )
     show(results)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2))
