@@ -70,6 +70,14 @@ class RequestReceiver:
         raw, ready, now = msgspec.msgpack.decode(frame, type=tuple[list[bytes], list[str], float])
         return self._decode(raw, ready, now)
 
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until something arrives or, within a millisecond before it, the time is over.
+
+        On rank 0; the others wait for its broadcast anyway.
+        """
+        if self._channel is not None:
+            self._channel.wait(timeout_s)
+
     @staticmethod
     def _decode(raw: list[bytes], ready: list[str], now: float) -> ReceivedStep:
         return ReceivedStep(messages=[decode(r) for r in raw], ready_grammars=ready, now=now)

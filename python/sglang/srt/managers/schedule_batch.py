@@ -450,6 +450,11 @@ class ScheduleBatch:
         self.sampling_info = None
         self.traits = BatchTraits.of(self.reqs)
 
+    @property
+    def kind(self) -> tuple[ForwardMode, int]:
+        """Steps that are equal in it and follow each other take about equal time."""
+        return self.forward_mode, len(self.reqs)
+
     def snapshot(self) -> ScheduleBatch:
         """The step as launched, for the result processor: later filters do not change it."""
         copy = ScheduleBatch(

@@ -43,6 +43,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.managers.launch_pacer import LaunchPacer
 from sglang.srt.managers.request_receiver import ReceivedStep
 from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
@@ -110,6 +111,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.last_batch: ScheduleBatch | None = None  # a prefill not yet merged into running
         self.chunked_req: Req | None = None
         self.result_queue: deque[tuple[ScheduleBatch, GenerationBatchResult]] = deque()
+        self.pacer = LaunchPacer()
         self.new_token_ratio = parts.new_token_ratio
         self.weight_version = config.weight_version
         self.is_paused = False  # retract / in_place pause
@@ -176,14 +178,24 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def event_loop_overlap(self) -> None:
         """Launch step n+1, then read the result of step n while n+1 is on the device."""
         while not self.stopping:
+            if self.result_queue:
+                self._listen_while_step_runs()
+            start = time.perf_counter()
             batch = self._begin_iteration()
             launched = None
             if batch is not None:
                 launched = (batch.snapshot(), self.run_batch(batch))
+                self.pacer.on_launch(batch.kind, time.perf_counter() - start)
             self._drain_results()
             if launched is not None:
                 self.result_queue.append(launched)
             self._end_iteration(batch)
+
+    def _listen_while_step_runs(self) -> None:
+        """Leave the next step open for what arrives, while the device has enough to do."""
+        spare_s = self.pacer.spare_s(time.perf_counter())
+        if spare_s > 0:
+            self.receiver.wait(spare_s)
 
     def _begin_iteration(self) -> ScheduleBatch | None:
         """Take in what has arrived, settle transfers, choose the step."""
@@ -195,6 +207,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         )
         self._now = step.now
         self.process_input_requests(step)
+        if self._weight_updater is not None:
+            self._weight_updater.poll_groups()
         self.tree_cache.check_hicache_events()
         self._expire_requests()
         batch = self.get_next_batch_to_run()
@@ -427,6 +441,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         while self.result_queue:
             batch, result = self.result_queue.popleft()
             self.process_batch_result(batch, result)
+            self.pacer.on_result(batch.kind, result.ended_at)
 
     def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
         return ScheduleBatch(
@@ -677,11 +692,12 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         def handle(recv: ControlReqInput) -> None:
             reply = handler(recv)
             if reply is not None:
-                self._reply(recv, reply)
+                self.reply(recv, reply)
 
         return handle
 
-    def _reply(self, recv: ControlReqInput, reply: ControlReqOutput) -> None:
+    def reply(self, recv: ControlReqInput, reply: ControlReqOutput) -> None:
+        """Answer the front; nothing on ranks other than 0."""
         if not self.config.is_rank_zero:
             return
         reply.control_id = recv.control_id
@@ -763,11 +779,11 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             return
         if self._is_no_request() and not self.tree_cache.has_pending_transfers():
             self.deferred_flush = None
-            self._reply(flush.request, FlushCacheReqOutput(success=self.flush_cache()))
+            self.reply(flush.request, FlushCacheReqOutput(success=self.flush_cache()))
         elif self._now >= flush.deadline:
             self.deferred_flush = None
             late = FlushCacheReqOutput(success=False, message="Timed out waiting for idle state.")
-            self._reply(flush.request, late)
+            self.reply(flush.request, late)
 
     def pause_generation(self, recv: PauseGenerationReqInput) -> PauseGenerationReqOutput:
         """`retract` and `in_place` stop stepping; `abort` is carried out by the front."""

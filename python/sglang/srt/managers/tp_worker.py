@@ -7,6 +7,7 @@ can prepare the next step meanwhile. Scheduler thread only; every rank calls it 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +61,7 @@ class GenerationBatchResult:
     # int64 [2, b or more], where `next_token_ids` and `nan_rows` are parts of it.
     report: torch.Tensor | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
+    ended_at: float = 0.0  # by `time.perf_counter`, set by `resolve`
 
     @property
     def tokens_per_req(self) -> int:
@@ -89,6 +91,7 @@ class GenerationBatchResult:
         """Wait for the step and return its host values."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
+        self.ended_at = time.perf_counter()
         nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else None
         tokens = self.next_token_ids.tolist()
         accept_lens = None if self.accept_lens is None else self.accept_lens.tolist()

@@ -25,6 +25,7 @@ from sglang.srt.layers.weight_slot import iterate_weight_slots
 from sglang.srt.mem_cache.page_key import kv_namespace
 from sglang.srt.model_executor.decode_runner import DecodeRunner
 from sglang.srt.model_executor.weight_checker import WeightChecker
+from sglang.srt.model_executor.weight_group_join import JoinState
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts, WeightGroups
 from sglang.srt.model_executor.weight_ipc import own_address, receive_over_ipc
 from sglang.srt.model_executor.weight_names import (
@@ -162,6 +163,8 @@ class WeightUpdater:
         for loader in self._custom_loaders:
             import_custom_loader(loader)
         self._groups = WeightGroups(self._tp.rank, self._device, self._timeouts)
+        # Groups that are being joined, and who wants to know; the same on all ranks.
+        self._joining: dict[str, Callable[[WeightUpdateResult], None]] = {}
         prefixes = ["", *(f"{role.name}." for role in self._drafts)]
         self._checker = WeightChecker(
             {prefix: role.runner.model for prefix, role in zip(prefixes, self._roles)}
@@ -241,25 +244,47 @@ class WeightUpdater:
         world_size: int,
         group_name: str,
         backend: str = "nccl",
-    ) -> WeightUpdateResult:
-        """Join a trainer's group; blocks until all members are there. Collective."""
-        joined: list[str] = []
+        *,
+        on_end: Callable[[WeightUpdateResult], None],
+    ) -> None:
+        """Begin to join a trainer's group; `poll_groups` goes on. Collective.
 
-        def join() -> None:
-            self._groups.join(
-                master_address, int(master_port), rank_offset, world_size, group_name, backend
-            )
-            joined.append(group_name)
-
-        error = self._attempt(join)
+        `on_end` is called once: with a refusal before this returns, else when the group is open or
+        cannot be.
+        """
+        if group_name in self._joining:
+            on_end(self._failure(f"Group {group_name} is being opened already."))
+            return
+        place = (master_address, master_port, rank_offset, world_size, group_name, backend)
+        self._joining[group_name] = on_end
+        error = self._attempt(lambda: self._groups.start_joining(*place))
         if error is not None:
-            for name in joined:  # another rank could not
-                self._groups.abandon(name)
-            return self._failure(_sentence(f"Failed to initialize custom process group: {error}"))
-        return self._success("Succeeded to initialize custom process group.")
+            self._end_joining(group_name, error)
+
+    def poll_groups(self) -> None:
+        """End the joins that all ranks have finished, or one could not. Collective, once a loop."""
+        if not self._joining:
+            return
+        states = list(self._groups.join_states.items())
+        least = all_reduce_min(torch.tensor([state for _, state in states]), self._tp.cpu_group)
+        for (name, _), state in zip(states, least.tolist()):
+            if state != JoinState.PENDING:
+                attempt = functools.partial(self._groups.finish_joining, name)
+                self._end_joining(name, self._attempt(attempt))
+
+    def _end_joining(self, group_name: str, error: str | None) -> None:
+        if error is None:
+            result = self._success("Succeeded to initialize custom process group.")
+        else:
+            self._groups.stop_joining(group_name)  # another rank may have joined
+            result = self._failure(_sentence(f"Failed to initialize custom process group: {error}"))
+        self._joining.pop(group_name)(result)
 
     def destroy_group(self, group_name: str) -> WeightUpdateResult:
-        """Leave a trainer's group. Collective."""
+        """Leave a trainer's group, or stop joining it. Collective."""
+        if group_name in self._joining:
+            self._end_joining(group_name, "it was destroyed before all members were there")
+            return self._success("Succeeded to destroy custom process group.")
         error = self._attempt(lambda: self._groups.leave(group_name))
         if error is not None:
             return self._failure(error)
@@ -488,14 +513,16 @@ class WeightUpdater:
         def write() -> None:
             for each in writes:
                 storages.update(each.run())
-            # Senders reuse their buffers as soon as they have the reply.
-            current_platform().synchronize()
 
         error = self._attempt(write)
         if error is not None:
             return self._spoiled(failure.format(error), [each.role for each in writes])
         self._files_are_current = self._files_are_current and not storages
-        return self._success(success, self._refresh(storages))
+        # The device still copies while the digests are prepared.
+        changed = self._refresh(storages)
+        # Senders reuse their buffers as soon as they have the reply.
+        current_platform().synchronize()
+        return self._success(success, changed)
 
     def _refused(self, message: str) -> WeightUpdateResult:
         """A call that wrote nothing failed; in a session, earlier calls have written."""

@@ -45,6 +45,7 @@ class _ListReceiver:
     def __init__(self) -> None:
         self.messages: list[Any] = []
         self.now_offset = 0.0  # seconds added to the clock, for tests of deadlines
+        self.on_wait: Callable[[float], None] = time.sleep
 
     def recv(
         self, *, idle: bool, poll_grammars: Callable[[], list[str]], transfers: bool = False
@@ -55,6 +56,9 @@ class _ListReceiver:
         return ReceivedStep(
             messages=messages, ready_grammars=poll_grammars(), now=time.time() + self.now_offset
         )
+
+    def wait(self, timeout_s: float) -> None:
+        self.on_wait(timeout_s)
 
 
 class SchedulerHarness:

@@ -1,0 +1,60 @@
+"""When to choose the next step: early enough that the device never waits, and no earlier.
+
+The overlap loop keeps one step on the device and one queued behind it. A step that is chosen as
+soon as the one before it has begun is blind to whatever arrives meanwhile: a pause has to outlast
+it, a new request stands behind it. So the loop listens to its channel first, until shortly before
+the running step ends. Steps of equal kind take equal time, so the end is known from the last ones.
+
+Owns those times; the scheduler reports them and listens. Scheduler thread only. Where the host is
+the slower side (small models, a CPU) there is never time to spare, and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+# Steps that the estimates look back on. The shortest one counts: to launch early costs nothing.
+_NUM_STEPS = 16
+_LEAST_STEPS = 4
+# Beside the host's own time: what waking up may take, and how much shorter a step may be.
+_WAKE_UP_S = 0.0005
+_SHORTER = 0.03
+
+
+class LaunchPacer:
+    """Times of the last steps. All times are of one monotonic clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._kind: Hashable = None
+        self._ended_at = 0.0
+        self._durations: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._launches: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._in_flight: Hashable = None
+
+    def on_launch(self, kind: Hashable, host_s: float) -> None:
+        """A step was queued; choosing and queueing it took the host so long."""
+        if kind != self._in_flight:
+            self._in_flight = kind
+            self._launches.clear()
+        self._launches.append(host_s)
+
+    def on_result(self, kind: Hashable, ended_at: float) -> None:
+        """A step's results had come to the host at this time."""
+        if kind == self._kind:
+            self._durations.append(ended_at - self._ended_at)
+        else:
+            self._kind = kind
+            self._durations.clear()
+        self._ended_at = ended_at
+
+    def spare_s(self, now: float) -> float:
+        """How long the next step need not be chosen; 0 or less: choose it.
+
+        For a loop that has read all results but the last step's.
+        """
+        if self._in_flight != self._kind or len(self._durations) < _LEAST_STEPS:
+            return 0.0
+        duration = min(self._durations)
+        margin = max(self._launches) + _WAKE_UP_S + _SHORTER * duration
+        return self._ended_at + duration - margin - now
