@@ -164,7 +164,7 @@ class Envs:
     )
     SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT = _float(
         240.0,
-        "Seconds that a scheduler waits, and serves nothing, for a trainer's group to be complete.",
+        "Seconds within which a trainer's group must be complete; requests are served meanwhile.",
     )
     SGLANG_WEIGHT_RECEIVE_TIMEOUT = _float(
         240.0, "Seconds that a scheduler waits for the tensors of one weight update."

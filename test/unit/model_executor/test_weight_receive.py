@@ -26,6 +26,7 @@ from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.utils.network import get_free_ports
 from sglang.srt.utils.process_group import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from sglang.test.fakes.trainer_group import Opening
 
 from .test_weight_updater import UP, assert_holds, make_runner, weights
 
@@ -121,7 +122,7 @@ def _engine(folder: Path, ports: Sequence[int]) -> dict[str, str]:
     updater = WeightUpdater(runner, model_path=str(folder), timeouts=TIMEOUTS)
     said = {}
     for port, (case, (declared, load_format, _, _)) in zip(ports, CASES.items()):
-        joined = updater.init_group("127.0.0.1", port, 1, 2, "g", "gloo")
+        joined = Opening(updater, "127.0.0.1", port, 1, 2, "g", "gloo").wait()
         assert joined.success, joined.message
         names, dtypes, shapes = declared
         result = updater.update_from_distributed(names, dtypes, shapes, "g", load_format)
@@ -178,7 +179,10 @@ def _member(rank: int, port: int) -> list[str]:
     said = []
     for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
         name = f"g{index}"
-        groups.join("127.0.0.1", port, 1, 4, name, "gloo")
+        groups.start_joining("127.0.0.1", port, 1, 4, name, "gloo")
+        while name not in groups:
+            groups.finish_joining(name)
+            time.sleep(0.005)
         try:
             [got] = groups.receive(name, [TensorSpec(NORM, dtype, (500,))])
             said.append("fine" if bool((got == 1).all()) else "garbage")

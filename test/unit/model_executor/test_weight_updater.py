@@ -31,6 +31,7 @@ from sglang.srt.models.base import LanguageModel
 from sglang.srt.utils.serialization import MultiprocessingSerializer, _rebuild_cpu_tensor
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, LocalSerializedTensor
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config, tiny_weights
+from sglang.test.fakes.trainer_group import Opening
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -522,10 +523,10 @@ def test_groups_that_cannot_be(runner: Runner, updater: WeightUpdater) -> None:
         ("127.0.0.1", 1, 1, 2, "g", "nccl"),
         ("127.0.0.1", "x", 1, 2, "g", "gloo"),
     ):
-        result = updater.init_group(*arguments)
+        [result] = Opening(updater, *arguments).results
         assert not result.success and not result.message.endswith("..")
     start = time.monotonic()
-    result = updater.init_group("127.0.0.1", 1, 1, 2, "g", "foo")
+    [result] = Opening(updater, "127.0.0.1", 1, 1, 2, "g", "foo").results
     assert "backend must be one of gloo, nccl, got 'foo'." in result.message
     assert time.monotonic() - start < 1
     result = updater.update_from_distributed([UP], ["float32"], [[10, 24]], "g")

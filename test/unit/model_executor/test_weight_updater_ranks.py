@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from sglang.srt.distributed.parallel_state import (
     get_tp_group,
     init_distributed,
 )
+from sglang.srt.model_executor.weight_group_join import GroupJoin
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts
 from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import load_model
@@ -31,6 +35,7 @@ from sglang.srt.utils.process_group import init_custom_process_group
 from sglang.srt.utils.serialization import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config, tiny_weights
+from sglang.test.fakes.trainer_group import Opening, ThreadTrainer
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -74,7 +79,7 @@ def _engine(rank: int, folder: str, ports: list[int]) -> dict[str, Any]:
         runner, model_path=folder, timeouts=UpdateTimeouts(join_s=20, receive_s=RECEIVE_S)
     )
     seen: dict[str, Any] = {"start": runner.fingerprint.digest()}
-    joined = updater.init_group("127.0.0.1", str(ports[1]), 1, 3, GROUP, "gloo")
+    joined = Opening(updater, "127.0.0.1", str(ports[1]), 1, 3, GROUP, "gloo").wait()
     assert joined.success, joined.message
     facts = _describe(weights(1))
     assert updater.update_from_distributed(*facts, GROUP).success
@@ -132,16 +137,14 @@ def _run(function: Callable[..., Any], pipe: Connection, *arguments: Any) -> Non
     os._exit(0)
 
 
-def test_two_ranks_and_a_trainer(tmp_path: Path) -> None:
-    folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
-    ports = get_free_ports(2)
+def _outcomes(*targets: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
+    """What the processes of two ranks said; further ones go on until then."""
     context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    pipes = [context.Pipe(duplex=False) for _ in targets]
     processes = [
-        context.Process(target=_run, args=(_engine, pipes[rank][1], rank, folder, ports))
-        for rank in range(2)
+        context.Process(target=_run, args=(target, pipe[1], *arguments))
+        for (target, arguments), pipe in zip(targets, pipes)
     ]
-    processes.append(context.Process(target=_run, args=(_trainer, pipes[2][1], ports)))
     for process in processes:
         process.start()
     try:
@@ -154,10 +157,62 @@ def test_two_ranks_and_a_trainer(tmp_path: Path) -> None:
             process.kill()
             process.join()
     assert all(is_fine for is_fine, _ in outcomes), outcomes
-    (_, first), (_, second) = outcomes
+    return [said for _, said in outcomes]
+
+
+def test_two_ranks_and_a_trainer(tmp_path: Path) -> None:
+    folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
+    ports = get_free_ports(2)
+    first, second = _outcomes(
+        (_engine, (0, folder, ports)), (_engine, (1, folder, ports)), (_trainer, (ports,))
+    )
     assert first == second, "every rank says the same"
     assert first["start"] == first["end"] != first["first"]
     assert "cannot read serialized" in first["refused"]
     ranks = first["checksum"]["ranks"]
     assert [rank["parallelism_info"][0]["tp_rank"] for rank in ranks] == [0, 1]
     assert ranks[0]["checksums"] != ranks[1]["checksums"]
+
+
+def _joiner(rank: int, folder: str, ports: list[int]) -> list[str]:
+    init_distributed(2, rank, f"tcp://127.0.0.1:{ports[0]}", timeout_s=30)
+    updater = WeightUpdater(_Runner(folder), model_path=folder, timeouts=UpdateTimeouts(join_s=20))
+    place = ("127.0.0.1", ports[1], 1, 3, GROUP, "gloo")
+    start = time.monotonic()
+    said = []
+
+    def opened(*place: Any) -> None:
+        said.append(Opening(updater, *place).wait(10).message)
+
+    # What rank 0 could do, and rank 1 cannot.
+    opened(*place[:3], 2, *place[4:])
+    # Rank 1 fails once both are at it: rank 0 does not wait for the end of its time.
+    goes_wrong = patch.object(GroupJoin, "_wait_for_trainer", side_effect=RuntimeError("no net"))
+    with goes_wrong if rank == 1 else nullcontext():
+        opened(*place)
+    # Both wait; destroyed on both.
+    opening = Opening(updater, *place)
+    for _ in range(20):
+        updater.poll_groups()
+    said.append(updater.destroy_group(GROUP).message)
+    said.append(opening.wait(1).message)
+    assert time.monotonic() - start < 5
+    # Rank 1 is there later than rank 0: neither answers before both are.
+    trainer = ThreadTrainer(GROUP, 3, ports[1]) if rank == 0 else None
+    if trainer is not None:
+        trainer.join()
+    else:
+        time.sleep(0.5)
+    opened(*place)
+    destroy_distributed()
+    return said
+
+
+def test_ranks_agree_on_joining(tmp_path: Path) -> None:
+    folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
+    ports = get_free_ports(2)
+    first, second = _outcomes((_joiner, (0, folder, ports)), (_joiner, (1, folder, ports)))
+    assert first == second
+    assert "rank 2 is outside of a group of 2" in first[0] and "no net" in first[1]
+    assert "Succeeded to destroy" in first[2] and "was destroyed before" in first[3]
+    assert "Succeeded to initialize" in first[4]

@@ -47,7 +47,7 @@ class HealthProbe:
             return False
         manager.auto_create_handle_loop()
         if manager.weights.is_busy:
-            # The schedulers join a group or load weights, and answer nothing else meanwhile.
+            # The schedulers load weights, and answer nothing else meanwhile.
             return not self._has_suspended_child()
         limit_s = envs.SGLANG_HEALTH_CHECK_TIMEOUT.get()
         if manager.last_receive_time >= self._asked_time:

@@ -120,6 +120,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.forward_ct_decode = 0
         self.stopping = False
         self._now = time.time()
+        self._awake_since = 0.0  # by `time.perf_counter`: the iteration had its messages
         self._next_timeout_scan = 0.0
         self._idle_checked = False
         self._released_seen = 0  # `num_released` when the running batch was last filtered
@@ -180,12 +181,11 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         while not self.stopping:
             if self.result_queue:
                 self._listen_while_step_runs()
-            start = time.perf_counter()
             batch = self._begin_iteration()
             launched = None
             if batch is not None:
                 launched = (batch.snapshot(), self.run_batch(batch))
-                self.pacer.on_launch(batch.kind, time.perf_counter() - start)
+                self.pacer.on_launch(batch.kind, time.perf_counter() - self._awake_since)
             self._drain_results()
             if launched is not None:
                 self.result_queue.append(launched)
@@ -205,6 +205,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             poll_grammars=self.grammar_manager.poll_ready,
             transfers=self._must_poll_transfers(),
         )
+        self._awake_since = time.perf_counter()
         self._now = step.now
         self.process_input_requests(step)
         if self._weight_updater is not None:

@@ -23,6 +23,7 @@ from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     CheckWeightsReqInput,
     CheckWeightsReqOutput,
+    ControlReqInput,
     ControlReqOutput,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
@@ -57,7 +58,7 @@ _SOURCES: dict[type[WeightUpdateReqInput], str] = {
     UpdateWeightsFromIPCReqInput: "ipc",
 }
 
-Handler = Callable[[Any], ControlReqOutput]
+Handler = Callable[[Any], ControlReqOutput | None]  # None: the reply comes later
 
 
 class WeightUpdateHost(Protocol):
@@ -83,6 +84,8 @@ class WeightUpdateHost(Protocol):
         ...
 
     def stamp_weight_version(self, version: str) -> None: ...
+
+    def reply(self, recv: ControlReqInput, reply: ControlReqOutput) -> None: ...
 
 
 def apply_weight_update(
@@ -168,7 +171,7 @@ class SchedulerUpdateWeightsMixin:
     def weight_handlers(self: WeightUpdateHost) -> dict[type, Handler]:
         """Message type -> handler that returns the reply."""
         mixin = SchedulerUpdateWeightsMixin
-        table: dict[type, Callable[[WeightUpdateHost, Any], ControlReqOutput]] = {
+        table: dict[type, Callable[[WeightUpdateHost, Any], ControlReqOutput | None]] = {
             InitWeightsUpdateGroupReqInput: mixin.init_weights_update_group,
             DestroyWeightsUpdateGroupReqInput: mixin.destroy_weights_update_group,
             BeginWeightUpdateReqInput: mixin.begin_weight_update,
@@ -186,17 +189,16 @@ class SchedulerUpdateWeightsMixin:
 
     def init_weights_update_group(
         self: WeightUpdateHost, recv: InitWeightsUpdateGroupReqInput
-    ) -> WeightUpdateReqOutput:
-        """Join a trainer's group; blocks until all its members are there."""
-        return _reply(
-            self.weight_updater.init_group(
-                recv.master_address,
-                recv.master_port,
-                recv.rank_offset,
-                recv.world_size,
-                recv.group_name,
-                recv.backend,
-            )
+    ) -> None:
+        """Join a trainer's group beside the loop; the reply comes when all members are there."""
+        self.weight_updater.init_group(
+            recv.master_address,
+            recv.master_port,
+            recv.rank_offset,
+            recv.world_size,
+            recv.group_name,
+            recv.backend,
+            on_end=lambda result: self.reply(recv, _reply(result)),
         )
 
     def destroy_weights_update_group(
@@ -363,10 +365,10 @@ def _memory_reply(host: WeightUpdateHost, error: str | None) -> WeightUpdateReqO
 
 
 def _bind(
-    host: WeightUpdateHost, handler: Callable[[WeightUpdateHost, Any], ControlReqOutput]
+    host: WeightUpdateHost, handler: Callable[[WeightUpdateHost, Any], ControlReqOutput | None]
 ) -> Handler:
-    def handle(recv: Any) -> ControlReqOutput:
-        # Groups, broadcasts and files may take longer than a loop may stand still.
+    def handle(recv: Any) -> ControlReqOutput | None:
+        # Broadcasts and files may take longer than a loop may stand still.
         with keep_beating(host.beat, envs.SGLANG_CONTROL_TIMEOUT.get()):
             return handler(host, recv)
 

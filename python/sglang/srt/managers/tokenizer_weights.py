@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     CheckWeightsReqInput,
@@ -96,10 +97,11 @@ class TokenizerWeights:
     # -- groups and sessions ----------------------------------------------------------------------
 
     async def init_group(self, obj: InitWeightsUpdateGroupReqInput) -> WeightResult:
-        """Join a trainer's group; returns when all its members are there."""
+        """Join a trainer's group; returns when all its members are there. Requests go on."""
         if self._dp_size > 1:
             return _one_replica_only("init_weights_update_group")
-        return await self._call(obj)
+        limit_s = envs.SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT.get() + envs.SGLANG_CONTROL_TIMEOUT.get()
+        return self._result(await self._control.request(obj, limit_s))
 
     async def destroy_group(self, obj: DestroyWeightsUpdateGroupReqInput) -> WeightResult:
         return await self._call(obj)
@@ -142,7 +144,9 @@ class TokenizerWeights:
 
     async def _call(self, obj: ControlReqInput) -> WeightResult:
         with self._running():
-            replies: list[WeightUpdateReqOutput] = await self._control.request(obj)
+            return self._result(await self._control.request(obj))
+
+    def _result(self, replies: list[WeightUpdateReqOutput]) -> WeightResult:
         self._note(replies)
         success = all(reply.success for reply in replies)
         said = [reply for reply in replies if reply.success == success]

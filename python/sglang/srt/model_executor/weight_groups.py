@@ -1,41 +1,45 @@
 """Process groups that trainers open to send weights: join, receive with a deadline, leave.
 
-Owns the groups of this rank. Their rank 0 is the trainer's. A trainer that dies or never sends
-costs at most a timeout: the group is then closed and has to be opened again. Knows nothing of
-models. Scheduler thread only.
+Owns the groups of this rank, those that are still being joined included. Their rank 0 is the
+trainer's. A trainer that dies or never sends costs at most a timeout: the group is then closed and
+has to be opened again. Knows nothing of models. Scheduler thread only.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
-import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from sglang.srt.model_executor.weight_group_join import (
+    GroupJoin,
+    JoinState,
+    Membership,
+    close_group,
+)
 from sglang.srt.model_executor.weight_receive import ReceiveBuffers, TensorSpec
+from sglang.srt.platforms import current_platform
 from sglang.srt.utils.network import NetworkAddress
-from sglang.srt.utils.process_group import init_custom_process_group
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0002
-# Clean up after a failed transfer, but do not end the process, as would be the default.
-_NCCL_ERRORS = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimeouts:
-    """Seconds. How long a trainer may keep the scheduler waiting."""
+    """Seconds."""
 
-    join_s: float = 300.0  # until all members of a group are there
-    receive_s: float = 300.0  # until the tensors of one call have arrived
+    join_s: float = 300.0  # until all members of a group are there; the scheduler goes on meanwhile
+    receive_s: float = 300.0  # until the tensors of one call have arrived; nothing is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +56,23 @@ class WeightGroups:
         self._device = device
         self._timeouts = timeouts
         self._groups: dict[str, _Group] = {}
+        self._joins: dict[str, GroupJoin] = {}
 
-    def join(
+    # -- joining ----------------------------------------------------------------------------------
+
+    def start_joining(
         self,
         master_address: str,
-        master_port: int,
+        master_port: int | str,
         rank_offset: int,
         world_size: int,
         group_name: str,
         backend: str,
     ) -> None:
-        """Become rank `rank_offset` + TP rank of a group; blocks until all members are there.
+        """Become rank `rank_offset` + TP rank of a group, in a thread; `join_states` tells when.
 
         A group of that name that is left from before is closed first. Raises ValueError for
-        arguments that cannot be right, RuntimeError where joining fails or takes too long.
+        arguments that cannot be right.
         """
         rank = rank_offset + self._tp_rank
         if not group_name:
@@ -76,29 +83,56 @@ class WeightGroups:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if backend == "nccl" and self._device.type != "cuda":
             raise ValueError(f"backend nccl cannot be used on {self._device.type}, gloo can")
+        address = NetworkAddress(master_address.strip("[]"), int(master_port))
+        if not 0 < address.port < 65536:
+            raise ValueError(f"port {address.port} is outside of [1, 65535]")
+        member = Membership(
+            group_name=group_name,
+            backend=backend,
+            address=address,
+            rank=rank,
+            world_size=world_size,
+        )
         if group_name in self._groups:
             logger.warning("Weight update group %r is opened anew", group_name)
             self.leave(group_name)
-        url = NetworkAddress(master_address.strip("[]"), int(master_port)).to_tcp()
         logger.info(
-            "Joining weight update group %r at %s as %d of %d; nothing is served until all members "
-            "are there, for at most %g s (SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT)",
-            *(group_name, url, rank, world_size, self._timeouts.join_s),
+            "Joining weight update group %r at %s as %d of %d, for at most %g s "
+            "(SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT)",
+            *(group_name, member.address, rank, world_size, self._timeouts.join_s),
         )
-        with _environment(*_NCCL_ERRORS):
-            group = init_custom_process_group(
-                backend=backend,
-                init_method=url,
-                timeout=datetime.timedelta(seconds=self._timeouts.join_s),
-                world_size=world_size,
-                rank=rank,
-                group_name=group_name,
-            )
+        self._joins[group_name] = GroupJoin(member, self._timeouts.join_s)
+
+    @property
+    def join_states(self) -> dict[str, JoinState]:
+        """Of the groups that are being joined; the same names in the same order on all ranks."""
+        return {name: join.state for name, join in self._joins.items()}
+
+    def finish_joining(self, group_name: str) -> None:
+        """Open the group if it was joined. Raises RuntimeError where joining failed.
+
+        Nothing if it goes on.
+        """
+        join = self._joins[group_name]
+        if join.state is JoinState.PENDING:
+            return
+        group = join.result()
+        del self._joins[group_name]
         # gloo ends a transfer itself after this time; NCCL is watched here and ended earlier.
-        patience = self._timeouts.receive_s * (2 if backend == "nccl" else 1)
+        is_nccl = join.member.backend == "nccl"
+        patience = self._timeouts.receive_s * (2 if is_nccl else 1)
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=patience), group)
-        device = torch.device("cpu") if backend == "gloo" else self._device
+        device = self._device if is_nccl else torch.device("cpu")
         self._groups[group_name] = _Group(group, device)
+
+    def stop_joining(self, group_name: str) -> None:
+        """Let nothing come of it any more, be it joined already or not even begun."""
+        join = self._joins.pop(group_name, None)
+        if join is not None:
+            join.give_up()
+        self.abandon(group_name)
+
+    # -- open groups ------------------------------------------------------------------------------
 
     def leave(self, group_name: str) -> None:
         """Close a group. Raises ValueError where there is none of that name."""
@@ -108,7 +142,12 @@ class WeightGroups:
         dist.destroy_process_group(entry.group)
 
     def device_of(self, group_name: str) -> torch.device:
-        """Where tensors of this group arrive. Raises ValueError for an unknown group."""
+        """Where tensors of this group arrive. Raises ValueError unless it is open."""
+        if group_name in self._joins:
+            raise ValueError(
+                f"Group {group_name} is still being opened: wait for the answer to "
+                "`init_weights_update_group`."
+            )
         entry = self._groups.get(group_name)
         if entry is None:
             raise ValueError(
@@ -135,11 +174,18 @@ class WeightGroups:
 
     def _wait_for(self, group: dist.ProcessGroup, targets: Sequence[torch.Tensor]) -> None:
         deadline = time.monotonic() + self._timeouts.receive_s
-        works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in targets]
+        late = f"nothing came for {self._timeouts.receive_s:.0f} s"
+        # What was queued for this memory comes first: the thread has a queue of its own.
+        current_platform().synchronize()
+        # NCCL brings its members together in the first broadcast, and does not return before all
+        # are there; later ones wait when too many are queued on the device.
+        works: list[dist.Work] = []
+        if not _is_done_by(deadline, lambda: works.extend(_broadcasts(group, targets))):
+            raise RuntimeError(late)
         for work in works:
             while not work.is_completed():
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"nothing came for {self._timeouts.receive_s:.0f} s")
+                    raise RuntimeError(late)
                 time.sleep(_POLL_S)
             work.wait()
 
@@ -151,24 +197,35 @@ class WeightGroups:
         entry = self._groups.pop(group_name, None)
         if entry is None:
             return
-        try:
-            entry.group.abort()
-            dist.destroy_process_group(entry.group)
-        except RuntimeError as error:
-            logger.warning("Weight update group %r did not close cleanly: %s", group_name, error)
+        deadline = time.monotonic() + _CLOSE_S
+        if not _is_done_by(deadline, lambda: close_group(entry.group, group_name)):
+            logger.warning("Weight update group %r takes long to close", group_name)
 
     def __contains__(self, group_name: str) -> bool:
         return group_name in self._groups
 
 
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+def _broadcasts(group: dist.ProcessGroup, targets: Sequence[torch.Tensor]) -> list[dist.Work]:
+    with current_platform().use_device():
+        return [dist.broadcast(target, src=0, group=group, async_op=True) for target in targets]
+
+
+def _is_done_by(deadline: float, action: Callable[[], None]) -> bool:
+    """Run what may never return in a thread; whether it has, by a time of `time.monotonic`.
+
+    Raises what it raises.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - raised below, if it comes in time
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="weight-group", daemon=True)
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()

@@ -8,7 +8,7 @@ code runs on both. On CPU streams run inline and an event is done when it is rec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +87,10 @@ class Platform(ABC):
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Queue the work of a `with` block on `stream`."""
 
+    def use_device(self) -> AbstractContextManager[Any]:
+        """Let a thread other than the main one work on this device in a `with` block."""
+        return nullcontext()
+
     @abstractmethod
     def event(self, enable_timing: bool = False) -> Any:
         """A new event."""
@@ -101,10 +105,6 @@ class Platform(ABC):
         The caller must not change `tensor` afterwards. The tensor itself on CPU.
         """
         return self.pin(tensor).to(self.device, non_blocking=True)
-
-    def to_host_async(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A device tensor in host memory once an event recorded after the call has passed."""
-        return tensor.to("cpu", non_blocking=True)
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -36,6 +36,9 @@ class CudaPlatform(Platform):
     def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
+    def use_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device)
+
     def event(self, enable_timing: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=enable_timing)
 
