@@ -11,6 +11,8 @@ come from is an error, not a fast time. Prompts are random token ids, new ones f
 * L1: the same prompt again. L2: after as many other prompts as the device pool holds.
   L3: after a flush that waited until everything was written.
 * flush: `/flush_cache` right after an answer, its storage writes still pending.
+* storage: L3 hits while other requests decode. Bytes and seconds are the server's own counters of
+  what its backend read; beside it a plain read of the same files by as many threads.
 * throughput with tiers and no hit ÷ without tiers: two servers at once, runs in the order A B B A.
 """
 
@@ -22,17 +24,17 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from sglang.test.small_server import SmallServer, serve
+from sglang.test.small_server import SmallServer, serve, sum_series
 
-PARTS = ("ttft", "flush", "throughput")
+PARTS = ("ttft", "flush", "storage", "throughput")
 DETAILS = {"L1": "device", "L2": "host", "L3": "storage"}
 
 
@@ -133,6 +135,95 @@ def flush_times(client: Client, length: int, cycles: int) -> dict[str, float]:
     }
 
 
+@contextmanager
+def decoding(client: Client, num_requests: int, output_len: int) -> Iterator[None]:
+    """So many requests decode meanwhile."""
+    bodies = [
+        {
+            "input_ids": client.prompt(16),
+            "sampling_params": {"max_new_tokens": output_len, "ignore_eos": True},
+        }
+        for _ in range(num_requests)
+    ]
+
+    def ask(body: dict[str, Any]) -> None:
+        reply = requests.post(client.server.url + "/generate", json=body, timeout=600)
+        if reply.status_code != 200:
+            raise RuntimeError(f"load: {reply.status_code} {reply.text}")
+
+    with ThreadPoolExecutor(num_requests) as threads:
+        asked = [threads.submit(ask, body) for body in bodies]
+        time.sleep(0.3)
+        try:
+            for future in asked:
+                if future.done():
+                    future.result()
+                    raise RuntimeError("a request of the load has ended already")
+            yield
+        finally:
+            client.server.post("/abort_request", json={"abort_all": True})
+
+
+def plain_read(paths: Sequence[Path], num_threads: int) -> float:
+    """GB/s of reading the files whole."""
+
+    def read(part: Sequence[Path]) -> int:
+        buffer = bytearray(max(path.stat().st_size for path in paths))
+        num_bytes = 0
+        for path in part:
+            with path.open("rb", buffering=0) as file:
+                num_bytes += file.readinto(buffer)
+        return num_bytes
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        start = time.perf_counter()
+        num_bytes = sum(threads.map(read, [paths[i::num_threads] for i in range(num_threads)]))
+        return num_bytes / (time.perf_counter() - start) / 1e9
+
+
+def storage_under_load(
+    client: Client,
+    folder: Path,
+    length: int,
+    page_size: int,
+    rounds: int,
+    num_threads: int,
+    load: tuple[int, int],
+) -> dict[str, Any]:
+    """Medians of GB/s, the server's and plain; `load`: requests that decode, tokens of each."""
+    files = [set(folder.rglob("*"))]
+    prompts = [client.prompt(length) for _ in range(rounds)]
+    for prompt in prompts:
+        client.first_token(prompt)
+        client.flush(timeout_s=120)
+        files.append({path for path in folder.rglob("*") if path.is_file()})
+
+    def read_so_far() -> tuple[float, float]:
+        text = client.server.get("/metrics").text
+        return tuple(  # type: ignore[return-value]
+            sum_series(text, f"sglang:storage_read_{what}_total") for what in ("bytes", "seconds")
+        )
+
+    rows = []
+    with decoding(client, *load):
+        for number, prompt in enumerate(prompts):
+            paths = sorted(files[number + 1] - files[number])
+            plain = [] if number % 2 else [plain_read(paths, num_threads)]
+            before = read_so_far()
+            elapsed, meta = client.first_token(prompt)
+            check_source("L3", meta, length - 2 * page_size)
+            num_bytes, seconds = (b - a for a, b in zip(before, read_so_far()))
+            plain = plain or [plain_read(paths, num_threads)]
+            rows.append((num_bytes / seconds / 1e9, plain[0], elapsed))
+    return {
+        "read_gb_s": statistics.median(row[0] for row in rows),
+        "plain_gb_s": statistics.median(row[1] for row in rows),
+        "ratio": statistics.median(row[0] / row[1] for row in rows),
+        "ratios": [row[0] / row[1] for row in rows],
+        "ttft_ms": statistics.median(row[2] for row in rows) * 1e3,
+    }
+
+
 def throughput(client: Client, num_requests: int, input_len: int, output_len: int) -> float:
     """Output tokens a second of so many new prompts at once."""
     prompts = [client.prompt(input_len) for _ in range(num_requests)]
@@ -201,6 +292,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--storage-dir", help="default: a temporary folder")
     parser.add_argument("--storage-size", default="100GB", help="most bytes in it")
+    parser.add_argument("--read-threads", type=int, default=4, help="of the file backend")
     parser.add_argument("--flags", default="", help="further flags of the servers")
     parser.add_argument("--json", help="file for the figures")
     return parser.parse_args()
@@ -210,9 +302,9 @@ def shrink(args: argparse.Namespace, folder: Path) -> int:
     """Small sizes and a tiny model; returns its vocabulary size."""
     from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-    args.model = str(make_tiny_checkpoint(folder / "model", "llama"))
+    args.model = str(make_tiny_checkpoint(folder / "model", "llama", max_position_embeddings=2048))
     args.device, args.lengths, args.page_size = "cpu", [256], 16
-    args.pool_tokens, args.rounds, args.flush_cycles, args.pairs = 1024, 1, 3, 1
+    args.pool_tokens, args.rounds, args.flush_cycles, args.pairs = 2048, 1, 3, 1
     args.num_requests, args.input_len, args.output_len = 4, 32, 8
     return vocab_size(args.model)
 
@@ -230,6 +322,7 @@ def server_flags(args: argparse.Namespace) -> list[str | int | float]:
         "--max-total-tokens",
         args.pool_tokens,
         "--skip-tokenizer-init",
+        "--enable-metrics",
         *args.flags.split(),
     ]
     if not any(Path(args.model).glob("*.safetensors")):
@@ -245,6 +338,7 @@ def tier_flags(args: argparse.Namespace, storage: str) -> list[str | int | float
     if args.no_storage:
         return tiers
     config = {"file_storage_path": storage, "prefetch_threshold": args.page_size}
+    config["read_threads"] = args.read_threads
     if not args.small:
         config["max_size"] = args.storage_size
     return [
@@ -274,6 +368,13 @@ def show(results: dict[str, Any]) -> None:
             f"flush right after an answer: {flush['median_ms']:.1f} ms, "
             f"worst {flush['worst_ms']:.1f}"
         )
+    if "storage" in results:
+        row = results["storage"]
+        print(
+            f"files while others decode: {row['read_gb_s']:.2f} GB/s, "
+            f"plain {row['plain_gb_s']:.2f}, ratio {row['ratio']:.2f}; "
+            f"time to first token {row['ttft_ms']:.0f} ms"
+        )
     if "throughput" in results:
         both = results["throughput"]
         print(
@@ -302,6 +403,17 @@ def main() -> None:
             }
         if "flush" in args.only:
             results["flush"] = flush_times(on, args.lengths[0], args.flush_cycles)
+            on.flush(timeout_s=120)
+        if "storage" in args.only and not args.no_storage:
+            results["storage"] = storage_under_load(
+                on,
+                Path(storage),
+                args.lengths[0],
+                args.page_size,
+                args.rounds,
+                args.read_threads,
+                (2, 500) if args.small else (8, 2000),
+            )
             on.flush(timeout_s=120)
         if "throughput" in args.only:
             off = Client(stack.enter_context(serve(args.model, *flags)), words, 2)

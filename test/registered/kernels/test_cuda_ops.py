@@ -318,3 +318,41 @@ def test_captured_experts_follow_the_router(dtype: torch.dtype) -> None:
         expected = moe_reference(x, ids, factors, weights)
         error = (out.float().cpu() - expected).norm() / expected.norm()
         assert error < 3 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(5000).view(2, 2500),
+        torch.arange(24).view(4, 6)[:, 1:3],
+        torch.tensor([True, False, True]),
+        torch.empty(0, dtype=torch.int64),
+    ],
+    ids=["several blocks", "strided", "flags", "nothing"],
+)
+def test_results_come_to_the_host(x: torch.Tensor) -> None:
+    got = OURS.send_to_host(x.to(DEVICE))
+    if HAS_CUDA:
+        torch.cuda.synchronize()
+        assert got.is_pinned() or not x.numel()
+    assert got.device.type == "cpu" and torch.equal(got, x)
+
+
+@pytest.mark.cuda
+def test_results_do_not_queue_behind_a_backup() -> None:
+    backup = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    host = torch.empty_like(backup, device="cpu", pin_memory=True)
+    tokens = torch.arange(64, device="cuda")
+    OURS.send_to_host(tokens)  # compiled
+    side, copied, arrived = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        host.copy_(backup, non_blocking=True)
+        copied.record()
+    got = OURS.send_to_host(tokens)
+    arrived.record()
+    arrived.synchronize()
+    is_backup_done = copied.query()
+    torch.cuda.synchronize()
+    assert not is_backup_done
+    assert torch.equal(got, tokens.cpu())

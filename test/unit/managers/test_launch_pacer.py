@@ -14,7 +14,7 @@ from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.test.fakes.fake_worker import FakeModelWorker, oracle
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 
-STEP_S = 0.02
+STEP_S = 0.05
 
 
 def paced(durations, *, kind="decode", launch_s=0.001):
@@ -122,8 +122,8 @@ def test_the_device_does_not_wait_for_the_host():
 
     harness.receiver.on_wait = wait
     harness.generate("r", [5, 6, 7], 40, ignore_eos=True)
-    harness.step(40)
-    assert len(waits) > 20
+    harness.step(32)
+    assert len(waits) > 10
     assert statistics.median(waits) > STEP_S / 2
     # What a loaded machine needs to wake up is more than is allowed for.
     assert statistics.median(worker.idle_s[8:]) < STEP_S / 4

@@ -92,6 +92,23 @@ def test_damage_that_storage_finds_is_counted_once_and_for_each_attachment() -> 
     assert counted["damaged_pages"] == 7
 
 
+def test_storage_traffic_is_counted() -> None:
+    store = MemoryStore()
+    for way in ("write", "read"):
+        counted: Counter[str] = Counter()
+        engine = engine_of(
+            store=store,
+            prefetch_policy="wait_complete",
+            metrics=lambda name, amount, counted=counted: counted.update({name: amount}),
+        )
+        engine.serve(prompt(3))
+        engine.settle()
+        stats = engine.tree.cache_controller.storage_stats
+        num_bytes, seconds = getattr(stats, f"{way}_bytes"), getattr(stats, f"{way}_seconds")
+        assert counted[f"storage_{way}_bytes"] == num_bytes > 0
+        assert counted[f"storage_{way}_seconds"] == pytest.approx(seconds) != 0
+
+
 def test_a_backend_that_cannot_be_made_changes_nothing() -> None:
     engine = engine_of(storage_backend=None)
 

@@ -133,6 +133,13 @@ class Ops(Protocol):
         """`argmax`, and whether the row holds NaN or +inf: bool [n]."""
         ...
 
+    def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """x in host memory once an event recorded after the call has passed; keep it until then.
+
+        Small results: does not wait for copies of other streams.
+        """
+        ...
+
 
 class TorchOps:
     """Plain PyTorch, any device and dtype. The reference for every other set."""
@@ -232,6 +239,9 @@ class TorchOps:
         sums = x.sum(dim=-1)
         return self.argmax(x), sums.isnan() | sums.isposinf()
 
+    def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to("cpu", non_blocking=True)
+
 
 class CpuFloat32Ops(TorchOps):
     """Float32 on the CPU, through `layers.cpu.ops` (own kernels where they could be built)."""
@@ -309,6 +319,11 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 def checked_argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`Ops.checked_argmax` of the device's own set, whatever the model's dtype."""
     return _ops_of_device(x).checked_argmax(x)
+
+
+def send_to_host(x: torch.Tensor) -> torch.Tensor:
+    """`Ops.send_to_host` of the device's own set, whatever the dtype."""
+    return _ops_of_device(x).send_to_host(x)
 
 
 def _ops_of_device(x: torch.Tensor) -> Ops:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from sglang.srt.layers.dispatch import send_to_host
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -70,17 +71,16 @@ class GenerationBatchResult:
 
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
-        platform = current_platform()
         if self.report is not None:
             num_reqs = len(self.next_token_ids)
-            self.next_token_ids, self.nan_rows = platform.to_host_async(self.report)[:, :num_reqs]
+            self.next_token_ids, self.nan_rows = send_to_host(self.report)[:, :num_reqs]
             self._record_copy()
             return
-        self.next_token_ids = platform.to_host_async(self.next_token_ids)
+        self.next_token_ids = send_to_host(self.next_token_ids)
         if self.accept_lens is not None:
-            self.accept_lens = platform.to_host_async(self.accept_lens)
+            self.accept_lens = send_to_host(self.accept_lens)
         if self.nan_rows is not None:
-            self.nan_rows = platform.to_host_async(self.nan_rows)
+            self.nan_rows = send_to_host(self.nan_rows)
         self._record_copy()
 
     def _record_copy(self) -> None:

@@ -214,19 +214,27 @@ class HiCacheTreeBase(HiCachePrefetch):
             hits = TickCounts(hits=counts.hits, extra_releases=(0,) * len(counts.extra_releases))
             self._drain(hits, on_backup)
             self._settle_prefetches(progress)
-            self._count_damage(bool(counts.hits or counts.backups or progress.prefetches))
+            self._count_storage(bool(counts.hits or counts.backups or progress.prefetches))
             counts = replace(counts, hits=0)
         self._drain(counts, on_backup)
 
-    def _count_damage(self, storage_was_used: bool = True) -> None:
-        """Report pages that storage has found damaged since the last time."""
+    def _count_storage(self, storage_was_used: bool = True) -> None:
+        """Report what storage has read, written and found damaged since the last time."""
         backend = self.cache_controller.storage_backend
         if backend is None or not storage_was_used:
             return
-        num_damaged = backend.num_damaged_pages()
-        if num_damaged > self._num_damaged_pages:
-            self.hicache.metrics("damaged_pages", num_damaged - self._num_damaged_pages)
-        self._num_damaged_pages = num_damaged
+        stats = self.cache_controller.storage_stats
+        totals: dict[str, float] = {
+            "damaged_pages": backend.num_damaged_pages(),
+            "storage_read_bytes": stats.read_bytes,
+            "storage_read_seconds": stats.read_seconds,
+            "storage_write_bytes": stats.write_bytes,
+            "storage_write_seconds": stats.write_seconds,
+        }
+        for name, total in totals.items():
+            if total > self._reported_totals[name]:
+                self.hicache.metrics(name, total - self._reported_totals[name])
+            self._reported_totals[name] = total
 
     def _drain(
         self, counts: TickCounts | None, on_backup: Callable[[StorageOperation], None]
@@ -426,7 +434,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         )
         self.storage_options = config.options
         self._attached_config = config
-        self._num_damaged_pages = 0
+        self._reported_totals["damaged_pages"] = 0  # a new backend counts from 0
         self._control_queues = self._make_control_queues()
         # Chains begin at the root, whatever was made while there was no storage.
         for node in self._nodes_to_hash():
@@ -463,7 +471,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         self.flush_write_through_acks()
         self._abort_all_prefetches()
         self.drain_storage_control_queues_local()
-        self._count_damage()
+        self._count_storage()
         try:
             self.cache_controller.detach_storage_backend()
         except Exception as error:  # noqa: BLE001 - the message goes to the operator
@@ -623,11 +631,14 @@ class HiCacheTreeBase(HiCachePrefetch):
     def _check_slots_of_pool(self, entry: PoolEntry, in_tree: list[torch.Tensor]) -> None:
         operations = [prefetch.operation for prefetch in self.ongoing_prefetch.values()]
         in_prefetches = [op.slots[entry.name] for op in operations if entry.name in op.slots]
-        slots = torch.cat([torch.empty(0, dtype=torch.int64), *in_tree, *in_prefetches])
-        if len(np.unique(slots.numpy())) != len(slots):
+        parts = [slots.numpy() for slots in (*in_tree, *in_prefetches)]
+        slots = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        in_order = np.sort(slots)
+        if (in_order[1:] == in_order[:-1]).any():
             raise InvariantError(f"a host slot of {entry.name} is in two places")
         pool = entry.host_pool
-        if pool.is_free(slots[: sum(map(len, in_tree))]).any():
+        num_in_tree = sum(map(len, parts[: len(in_tree)]))
+        if pool.is_free(torch.from_numpy(slots[:num_in_tree])).any():
             raise InvariantError(f"host slots of {entry.name} in the tree are free")
         returning = self._returning_pages[entry.name] * pool.page_size
         available = pool.available_size()

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -63,7 +63,7 @@ class HiCachePrefetch(HiCacheTiers):
         )
         self.storage_options = self.default_storage_options
         self._attached_config: ExtraConfig | None = None  # as the user gave it
-        self._num_damaged_pages = 0  # of the attached backend, as reported so far
+        self._reported_totals: defaultdict[str, float] = defaultdict(float)  # of storage, by metric
         self.ongoing_prefetch: dict[str, PrefetchEntry] = {}
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
         self._num_attempts = 0

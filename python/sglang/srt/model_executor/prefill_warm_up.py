@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.layers.attention.base import AttentionBackend
+from sglang.srt.layers.dispatch import send_to_host
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -78,6 +79,8 @@ def warm_up_prefill(runner: WarmableRunner, max_tokens: int, show_progress: bool
     bar = tqdm(shapes, desc="warming up prefill", unit="size", disable=not show_progress)
     for shape in bar:
         runner.forward(_dummy_batch(runner, shape))
+    for dtype in (torch.int64, torch.bool):
+        send_to_host(torch.zeros(1, dtype=dtype, device=runner.device))
     current_platform().synchronize()
     logger.info(
         "warmed up prefill steps of %d sizes (up to %d tokens) in %.1f s",

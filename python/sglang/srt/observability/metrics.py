@@ -215,6 +215,10 @@ class SchedulerMetrics:
                     "hicache_damaged_pages",
                     "Pages found damaged in storage, or not what their names say; removed.",
                 ),
+                ("storage_read_bytes", "Bytes of KV read from storage."),
+                ("storage_read_seconds", "Seconds in which storage was read."),
+                ("storage_write_bytes", "Bytes of KV handed to storage."),
+                ("storage_write_seconds", "Seconds in which storage was written."),
             )
         }
         self._weight_load = make.gauge(

@@ -13,6 +13,7 @@ from sglang.srt.layers.dispatch import ExpertWeights, KVDestination
 from sglang.srt.layers.triton_ops.activation import gate_and_mul
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.gemv import gemv
+from sglang.srt.layers.triton_ops.host_write import write_to_host
 from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
@@ -104,3 +105,6 @@ class CudaOps:
 
     def checked_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return argmax_rows(x)
+
+    def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
+        return write_to_host(x)
