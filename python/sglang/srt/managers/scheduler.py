@@ -17,13 +17,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import tp_cpu_group
 from sglang.srt.environ import envs
 from sglang.srt.managers.control_handlers import make_report_handlers
+from sglang.srt.managers.deferred_flush import DeferredFlush
 from sglang.srt.managers.finish_check import FinishAbort
 from sglang.srt.managers.hicache_setup import register_draft
 from sglang.srt.managers.io_struct import (
@@ -34,7 +34,6 @@ from sglang.srt.managers.io_struct import (
     ControlReqInput,
     ControlReqOutput,
     FlushCacheReqInput,
-    FlushCacheReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     ShutdownReq,
@@ -69,14 +68,6 @@ TIMEOUT_SCAN_INTERVAL_S = 0.5
 
 # Longest accepted pause before each step (`/slow_down`).
 MAX_SLOW_DOWN_S = 60.0
-
-
-@dataclass(slots=True)
-class DeferredFlush:
-    """A flush that waits for the first idle moment before `deadline` (unix time)."""
-
-    request: FlushCacheReqInput
-    deadline: float
 
 
 class Scheduler(SchedulerUpdateWeightsMixin):
@@ -116,7 +107,11 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.weight_version = config.weight_version
         self.is_paused = False  # retract / in_place pause
         self.forward_sleep_time: float | None = None
-        self.deferred_flush: DeferredFlush | None = None
+        self.deferred_flush = DeferredFlush(
+            flush=self.flush_cache,
+            is_idle=lambda: self._is_no_request() and not self.tree_cache.has_pending_transfers(),
+            reply=self.reply,
+        )
         self.forward_ct_decode = 0
         self.stopping = False
         self._now = time.time()
@@ -224,7 +219,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         else:
             self.reports.on_rest(self._counts())
         self.streamer.flush()
-        self._try_deferred_flush()
+        self.deferred_flush.poll(self._now)
         if batch is None and not self._idle_checked and self._is_no_request():
             # A copy in flight holds locks; its end brings us here again.
             if not self.tree_cache.has_pending_copies():
@@ -664,7 +659,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def _make_handlers(self) -> dict[type, Callable[[Any], None]]:
         """Message type -> what to do. Control handlers return their reply."""
         control: dict[type, Callable[[Any], ControlReqOutput | None]] = {
-            FlushCacheReqInput: self._handle_flush,
+            FlushCacheReqInput: lambda recv: self.deferred_flush.handle(recv, self._now),
             PauseGenerationReqInput: self.pause_generation,
             ContinueGenerationReqInput: self.continue_generation,
             SlowDownReqInput: self._handle_slow_down,
@@ -761,30 +756,6 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         }
         told = "; ".join(note for note, holds in notes.items() if holds)
         return f"{counts} ({told})" if told else counts
-
-    def _handle_flush(self, recv: FlushCacheReqInput) -> FlushCacheReqOutput | None:
-        if recv.timeout_s <= 0:
-            if self.flush_cache():
-                return FlushCacheReqOutput()
-            return FlushCacheReqOutput(success=False, message="Flush cache failed.\n")
-        if self.deferred_flush is not None:
-            busy = "Another flush_cache is already in progress."
-            return FlushCacheReqOutput(success=False, message=busy)
-        self.deferred_flush = DeferredFlush(recv, self._now + recv.timeout_s)
-        return None
-
-    def _try_deferred_flush(self) -> None:
-        """Flush at the first idle moment, pending storage backups included, or give up in time."""
-        flush = self.deferred_flush
-        if flush is None:
-            return
-        if self._is_no_request() and not self.tree_cache.has_pending_transfers():
-            self.deferred_flush = None
-            self.reply(flush.request, FlushCacheReqOutput(success=self.flush_cache()))
-        elif self._now >= flush.deadline:
-            self.deferred_flush = None
-            late = FlushCacheReqOutput(success=False, message="Timed out waiting for idle state.")
-            self.reply(flush.request, late)
 
     def pause_generation(self, recv: PauseGenerationReqInput) -> PauseGenerationReqOutput:
         """`retract` and `in_place` stop stepping; `abort` is carried out by the front."""
