@@ -61,11 +61,27 @@ def test_a_few_steps_are_not_enough():
     assert pacer.spare_s(now) == 0
 
 
+def test_caution_grows_with_each_late_step_and_fades():
+    pacer, now = paced([0.010] * 5)
+    spare_s = pacer.spare_s(now)
+    for _ in range(2):
+        now += 0.010
+        pacer.on_result("decode", now, was_late=True)
+    assert pacer.spare_s(now) == pytest.approx(spare_s - 0.001)
+    for _ in range(300):
+        now += 0.010
+        pacer.on_result("decode", now)
+    assert spare_s - 0.0003 < pacer.spare_s(now) < spare_s
+
+
 class _End:
     """The event of a step that ends at a time."""
 
     def __init__(self, at: float) -> None:
         self.at = at
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.at
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self.at - time.perf_counter()))

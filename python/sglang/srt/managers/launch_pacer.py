@@ -20,6 +20,10 @@ _LEAST_STEPS = 4
 # Beside the host's own time: what waking up may take, and how much shorter a step may be.
 _WAKE_UP_S = 0.0005
 _SHORTER = 0.03
+# A step that was over before anybody waited for it may have left the device idle: twice as much
+# caution, which fades by half in some hundred steps.
+_LEAST_CAUTION_S, _MOST_CAUTION_S = 0.0005, 0.1
+_FADING = 0.995
 
 
 class LaunchPacer:
@@ -31,6 +35,7 @@ class LaunchPacer:
         self._durations: deque[float] = deque(maxlen=_NUM_STEPS)
         self._launches: deque[float] = deque(maxlen=_NUM_STEPS)
         self._in_flight: Hashable = None
+        self._caution_s = 0.0
 
     def on_launch(self, kind: Hashable, host_s: float) -> None:
         """A step was queued; choosing and queueing it took the host so long."""
@@ -39,8 +44,13 @@ class LaunchPacer:
             self._launches.clear()
         self._launches.append(host_s)
 
-    def on_result(self, kind: Hashable, ended_at: float) -> None:
-        """A step's results had come to the host at this time."""
+    def on_result(self, kind: Hashable, ended_at: float, was_late: bool = False) -> None:
+        """A step's results had come to the host at this time; `was_late`: before we waited."""
+        if was_late:
+            more = max(2 * self._caution_s, _LEAST_CAUTION_S)
+            self._caution_s = min(more, _MOST_CAUTION_S)
+        else:
+            self._caution_s *= _FADING
         if kind == self._kind:
             self._durations.append(ended_at - self._ended_at)
         else:
@@ -56,5 +66,5 @@ class LaunchPacer:
         if self._in_flight != self._kind or len(self._durations) < _LEAST_STEPS:
             return 0.0
         duration = min(self._durations)
-        margin = max(self._launches) + _WAKE_UP_S + _SHORTER * duration
+        margin = max(self._launches) + _WAKE_UP_S + _SHORTER * duration + self._caution_s
         return self._ended_at + duration - margin - now

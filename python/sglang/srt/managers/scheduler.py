@@ -437,7 +437,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         while self.result_queue:
             batch, result = self.result_queue.popleft()
             self.process_batch_result(batch, result)
-            self.pacer.on_result(batch.kind, result.ended_at)
+            self.pacer.on_result(batch.kind, result.ended_at, was_late=result.was_done)
 
     def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
         return ScheduleBatch(

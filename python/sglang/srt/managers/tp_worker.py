@@ -62,7 +62,9 @@ class GenerationBatchResult:
     # int64 [2, b or more], where `next_token_ids` and `nan_rows` are parts of it.
     report: torch.Tensor | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
-    ended_at: float = 0.0  # by `time.perf_counter`, set by `resolve`
+    # Set by `resolve`: when (by `time.perf_counter`), and whether that was so before it was called.
+    ended_at: float = 0.0
+    was_done: bool = False
 
     @property
     def tokens_per_req(self) -> int:
@@ -90,6 +92,7 @@ class GenerationBatchResult:
     def resolve(self) -> ResolvedTokens:
         """Wait for the step and return its host values."""
         if self.copy_done is not None:
+            self.was_done = self.copy_done.query()
             self.copy_done.synchronize()
         self.ended_at = time.perf_counter()
         nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else None
