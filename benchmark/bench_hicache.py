@@ -225,12 +225,14 @@ def storage_under_load(
 
 
 def throughput(client: Client, num_requests: int, input_len: int, output_len: int) -> float:
-    """Output tokens a second of so many new prompts at once; answers of half to 1.5 `output_len`."""
+    """Output tokens a second of so many new prompts at once.
+
+    Answers have a half to one and a half times `output_len`: to end all in one step is a load of
+    its own. The same lengths in all runs.
+    """
     prompts = [client.prompt(input_len) for _ in range(num_requests)]
-    # The same for all runs: answers that end in one step would be a load of their own.
-    lengths = random.Random(0).choices(
-        range(output_len // 2, output_len * 3 // 2 + 1), k=num_requests
-    )
+    all_lengths = range(output_len // 2, output_len * 3 // 2 + 1)
+    lengths = random.Random(0).choices(all_lengths, k=num_requests)
 
     def ask(prompt: list[int], length: int) -> int:
         reply = requests.post(

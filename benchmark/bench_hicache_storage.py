@@ -2,9 +2,9 @@
 
 `--backend file`, first half of P9: GB/s of `batch_get_v2` (verified, counted in the backend)
 divided by GB/s of `preadv` of the same files into the same memory by as many threads. The two
-alternate (A-B-B-A). With `--busy` a third thread runs Python for one millisecond of five, as a scheduler
-does whose device decodes; against a real one, see `bench_hicache.py`. Pages are read from the page cache unless `--cold` drops them before each
-round.
+alternate (A-B-B-A). With `--busy` a third thread runs Python for one millisecond of five, as a
+scheduler does whose device decodes; with a real one beside it: `bench_hicache.py`. Pages are read
+from the page cache unless `--cold` drops them before each round.
 
 `--backend mooncake` and `redis`: MB/s against the store's own batch calls, reads and writes; see
 `hicache_shared_stores.py`.
