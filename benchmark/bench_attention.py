@@ -189,9 +189,9 @@ class Batch:
             table=slots.view(load.batch, seq_len),
             table_rows=rows,
             seq_lens=torch.full((load.batch,), seq_len, device=DEVICE),
-            query_lens=None
-            if load.kind == "decode"
-            else torch.full((load.batch,), load.new, device=DEVICE),
+            query_lens=torch.full((load.batch,), load.new, device=DEVICE)
+            if load.kind == "extend"
+            else None,
             tree_mask=tree_mask,
             scaling=HEAD_DIM**-0.5,
             window=None,
@@ -276,7 +276,7 @@ def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
             early=chosen.early,
             one_loop=one_loop,
         )
-        for one_loop in ((True, False) if load.kind == "decode" else (True,))
+        for one_loop in ((False,) if load.kind == "extend" else (True, False))
         for m, n, warps, stages in sizes
         for target in targets
     ]

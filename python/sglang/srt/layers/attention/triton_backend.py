@@ -2,9 +2,10 @@
 
 Decode and verification keep no metadata: every launch takes the batch's device tensors as they
 are, so a captured forward pass needs nothing but new contents of `seq_lens`, `req_pool_indices`,
-`out_cache_loc` and (in a verification) `extend_seq_lens` and the mask. Rows that pad a captured
-batch may have length 0 or point at the dummy slot. Captured launches share this backend's scratch
-memory: replay them on one stream.
+`out_cache_loc` and (in a verification) the mask. How many new tokens the requests of a speculative
+step have, the same for all, is compiled in. Rows that pad a captured batch may have length 0 or
+point at the dummy slot. Captured launches share this backend's scratch memory: replay them on one
+stream.
 
 Long prompts without prefix go to cuDNN (`triton_ops.dense_prefill`), where it can do them.
 
@@ -23,6 +24,7 @@ from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.torch_native import tree_mask_of
 from sglang.srt.layers.attention.triton_ops import dense_prefill
 from sglang.srt.layers.attention.triton_ops.paged_attention import (
+    MAX_ROTATED_TOKENS,
     NewTokens,
     PagedAttentionInputs,
     Workspace,
@@ -32,6 +34,9 @@ from sglang.srt.layers.radix_attention import RadixAttention, Rotation
 from sglang.srt.layers.triton_ops.device import converts_fp8
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+# Query elements of a request and KV head, at most, that are rotated where they are read.
+_ROTATED_ELEMENTS = 8192
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -49,6 +54,9 @@ class TritonAttentionBackend(AttentionBackend):
         self._dense_prefill = facts.kv_dtype in (None, facts.dtype) and dense_prefill.is_supported(
             self._device, facts.dtype, facts.head_dim
         )
+        # Angles are loaded for every row of a block, so for small blocks only.
+        token_size = max(facts.num_heads // facts.num_kv_heads, 1) * facts.head_dim
+        self._most_rotated = min(MAX_ROTATED_TOKENS, _ROTATED_ELEMENTS // token_size)
 
     def planned_prefill_lengths(self, max_tokens: int) -> list[int]:
         if not self._dense_prefill:
@@ -99,8 +107,13 @@ class TritonAttentionBackend(AttentionBackend):
         return out.view(q.shape[0], layer.num_heads * layer.head_dim)
 
     def can_rotate(self, forward_batch: ForwardBatch) -> bool:
-        """Decode steps: a program of the kernel has all the heads that share a key."""
-        return forward_batch.forward_mode.is_decode()
+        """Decode steps, and those in which all requests have the same few new tokens.
+
+        A program of the kernel then has all queries that read a new key, or most of them.
+        """
+        if forward_batch.forward_mode.is_decode():
+            return True
+        return 0 < _equal_lens(forward_batch) <= self._most_rotated
 
     def forward_rotating(
         self,
@@ -149,6 +162,20 @@ class TritonAttentionBackend(AttentionBackend):
         return out
 
 
+def _equal_lens(forward_batch: ForwardBatch) -> int:
+    """New tokens of every request of a speculative step; 0 where they differ, and of prompts.
+
+    From what the host knows, which is the same in a captured step. The kernel is compiled for each
+    such number: a server's steps have few, its prompts might have any.
+    """
+    if forward_batch.forward_mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+        return 0
+    lens = forward_batch.extend_seq_lens_cpu
+    if not lens or lens[0] * len(lens) != forward_batch.num_tokens:
+        return 0
+    return lens[0] if lens.count(lens[0]) == len(lens) else 0
+
+
 def _paged_inputs(
     queries: torch.Tensor,
     layer: RadixAttention,
@@ -160,7 +187,8 @@ def _paged_inputs(
     pool = forward_batch.token_to_kv_pool
     keys, values = pool.get_kv_buffer(layer.layer_id)
     tree_mask = tree_mask_of(forward_batch)
-    if query_lens is None and not forward_batch.forward_mode.is_decode():
+    has_equal_lens = forward_batch.forward_mode.is_decode() or _equal_lens(forward_batch) > 0
+    if query_lens is None and not has_equal_lens:
         query_lens = forward_batch.extend_seq_lens
         if query_lens is None and queries.shape[0] > 0:
             raise ValueError("an extend batch needs extend_seq_lens")

@@ -24,10 +24,15 @@ MIN_ROWS = 16
 MAX_BATCH_SIZE = 4096
 # Fewer keys than this are not worth a program of their own.
 MIN_KEYS_PER_SHARE = 64
+# New tokens a request, at most, that the kernel rotates and writes.
+MAX_ROTATED_TOKENS = 16
 # Elements of the shares' outputs that a merging program holds at once.
 _MERGE_ELEMENTS = 8192
 # The same where the merging program is one of the attention kernel, with fewer registers to spare.
 _MERGE_HERE_ELEMENTS = 4096
+# Where requests have several new tokens: elements of a row block, at most, that is merged so.
+# Larger ones would take many rounds, or more registers than attention does.
+_MERGE_HERE_BLOCK = 2048
 # Counters of a workspace; `share_target` times the number of KV heads may be as many.
 MAX_SHARES = 4096
 
@@ -45,23 +50,25 @@ class LaunchConfig:
     # Launch while the kernel before is still at work, and the merging kernel likewise. Lengths and
     # table must be older than the kernel before. Hopper and later.
     early: bool = False
-    # Decode only: mask every block of keys instead of taking the last one in a loop of its own.
+    # Where `query_lens` is None: mask every block of keys instead of taking the last ones in a
+    # loop of their own.
     one_loop: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
-    """What is still to be done about the new tokens of a decode step, [b] of them.
+    """What is still to be done about new tokens, n / b of each request (`MAX_ROTATED_TOKENS`).
 
-    Queries and keys are rotated by `positions`, keys and values written to rows `slots` of the
-    pool. Queries and these keys are left as they are.
+    Queries and keys are rotated by `positions`, keys and values written to `slots` of the pool,
+    which are those that the table has for the last places of each request (of a request shorter
+    than n / b, the first tokens' are not written). Queries and these keys are left as they are.
     """
 
-    keys: torch.Tensor  # [b, num_kv_heads, head_dim], rows may be strided
+    keys: torch.Tensor  # [n, num_kv_heads, head_dim], rows may be strided
     values: torch.Tensor  # like keys
-    positions: torch.Tensor  # int64 [b]
+    positions: torch.Tensor  # int64 [n], the same as those of the inputs
     cos_sin: torch.Tensor  # float32 [positions, rotary_dim], as for `dispatch.Ops.apply_rope`
-    slots: torch.Tensor  # int64 [b]
+    slots: torch.Tensor  # int64 [n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +85,8 @@ class PagedAttentionInputs:
     table: torch.Tensor  # int32 [rows, columns]
     table_rows: torch.Tensor  # int64 [b]
     seq_lens: torch.Tensor  # int64 [b], new tokens included
-    query_lens: torch.Tensor | None  # int64 [b]; None = one new token each (then n == b)
+    # int64 [b]; None = as many new tokens each, n / b. Compiled for each such number.
+    query_lens: torch.Tensor | None
     # bool [b, q, m], contiguous, as in `attention.base.TreeMaskInput`; n is b * q then.
     tree_mask: torch.Tensor | None
     scaling: float
@@ -88,6 +96,19 @@ class PagedAttentionInputs:
     # int64 [n], of the new tokens in their sequences; a tree's within a window needs it.
     positions: torch.Tensor | None = None
     new: NewTokens | None = None  # None: the pool holds the new keys, and queries are rotated
+
+    @property
+    def equal_lens(self) -> int:
+        """New tokens of every request; 0 where `query_lens` says how many each has."""
+        batch_size = self.seq_lens.shape[0]
+        if self.query_lens is not None or batch_size == 0:
+            return 0
+        return self.queries.shape[0] // batch_size
+
+    @property
+    def has_one_query(self) -> bool:
+        """A decode step: every request has one new token, which sees all keys of its window."""
+        return self.equal_lens == 1 and self.tree_mask is None
 
 
 class Workspace:
@@ -121,7 +142,7 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     mean_rows = math.ceil(num_tokens / batch_size) * group
     wide = head_dim > 128 or inputs.queries.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(mean_rows), MIN_ROWS), 64 if wide else 128)
-    num_blocks = _max_row_blocks(num_tokens, batch_size, group, block_m) * num_kv_heads
+    num_blocks = _max_row_blocks(inputs, block_m) * num_kv_heads
     share_target = _share_target(num_kv_heads, 2 * processors)
     num_warps, num_stages, block_n = 8, 5, 64
     if wide:
@@ -148,6 +169,7 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
         num_stages=num_stages,
         share_target=share_target,
         early=supports_early_launch(inputs.queries.device),
+        one_loop=inputs.has_one_query,
     )
 
 
@@ -155,10 +177,13 @@ def _share_target(num_kv_heads: int, num_programs: int) -> int:
     return max(1, num_programs // num_kv_heads)
 
 
-def _max_row_blocks(num_tokens: int, batch_size: int, group: int, block_m: int) -> int:
-    """Row blocks a KV head, at most: the lengths of the requests are known to the device only."""
-    if num_tokens == batch_size:
-        return batch_size * math.ceil(group / block_m)
+def _max_row_blocks(inputs: PagedAttentionInputs, block_m: int) -> int:
+    """Row blocks a KV head; at most, where the device only knows the requests' lengths."""
+    num_tokens, num_heads, _ = inputs.queries.shape
+    group = num_heads // inputs.keys.shape[1]
+    batch_size = inputs.seq_lens.shape[0]
+    if inputs.query_lens is None:
+        return batch_size * math.ceil(inputs.equal_lens * group / block_m)
     return num_tokens * group // block_m + batch_size
 
 
@@ -190,14 +215,14 @@ def _launch(
     batch_size = inputs.seq_lens.shape[0]
     group = num_heads // num_kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    num_items = _max_row_blocks(num_tokens, batch_size, group, config.block_m)
+    num_items = _max_row_blocks(inputs, config.block_m)
     shared = config.share_target > 0
     if shared:
         num_items += config.share_target - 1
     partial_out, partial_lse = workspace.reserve(
         num_items * num_kv_heads * config.block_m if shared else 0, block_d
     )
-    one_query = inputs.query_lens is None
+    equal_lens = inputs.equal_lens
     query_lens = inputs.seq_lens if inputs.query_lens is None else inputs.query_lens
     min_share = max(MIN_KEYS_PER_SHARE, config.block_n)
     sizes = {
@@ -208,7 +233,7 @@ def _launch(
         "BLOCK_M": config.block_m,
         "BATCH_BLOCK": _batch_block(batch_size),
         "WINDOW": inputs.window or 0,
-        "ONE_QUERY": one_query,
+        "QUERIES": equal_lens,
         "PDL": config.early,
     }
     early = {"launch_pdl": True} if config.early else {}
@@ -220,8 +245,8 @@ def _launch(
     if new is not None:
         new_keys, new_values, cos_sin = new.keys, new.values, new.cos_sin
         positions, slots = new.positions, new.slots
-    merge_rows = min(triton.next_power_of_2(group), config.block_m)
-    one_loop = config.one_loop and one_query
+    merge = _merge_sizes(inputs, config, block_d)
+    one_loop = config.one_loop and equal_lens > 0
     paged_attention_kernel[(num_kv_heads, num_items)](
         queries,
         out,
@@ -255,6 +280,7 @@ def _launch(
         cos_sin.stride(0),
         inputs.scaling * math.log2(math.e),
         HALF=0 if new is None else cos_sin.shape[1] // 2,
+        NEW_BLOCK=1 if new is None else triton.next_power_of_2(equal_lens),
         BLOCK_N=config.block_n,
         TREE=tree_mask is not None,
         MAPPED=inputs.slot_map is not None,
@@ -263,15 +289,13 @@ def _launch(
         ONE_LOOP=one_loop,
         # Else the masked loop is a block or two: not worth the registers of a pipeline.
         MASKED_STAGES=config.num_stages if one_loop or inputs.window else 1,
-        MERGE_HERE=shared and one_query,
-        MERGE_ROWS=merge_rows,
-        MERGE_SHARES=max(1, _MERGE_HERE_ELEMENTS // (merge_rows * block_d)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **early,
         **sizes,
+        **merge,
     )
-    if not shared or one_query:
+    if not shared or merge["MERGE_HERE"]:
         return
     group_block = triton.next_power_of_2(group)
     merge_shares_kernel[(num_kv_heads, num_tokens)](
@@ -292,6 +316,22 @@ def _launch(
     )
 
 
+def _merge_sizes(
+    inputs: PagedAttentionInputs, config: LaunchConfig, block_d: int
+) -> dict[str, int]:
+    """Whether and how the attention kernel merges the shares itself: its constants."""
+    rows, here, elements = config.block_m, config.share_target > 0, _MERGE_HERE_ELEMENTS
+    if not inputs.has_one_query:
+        here = here and rows * block_d <= _MERGE_HERE_BLOCK
+        # Programs of few warps share a multiprocessor with many others, and so its registers.
+        elements = 8192 if config.num_warps >= 4 else 1024 * config.num_warps
+    if inputs.query_lens is None:
+        group = inputs.queries.shape[1] // inputs.keys.shape[1]
+        rows = min(triton.next_power_of_2(inputs.equal_lens * group), rows)
+    shares = max(1, elements // (rows * block_d))
+    return {"MERGE_HERE": here, "MERGE_ROWS": rows, "MERGE_SHARES": shares}
+
+
 def _batch_block(batch_size: int) -> int:
     # Few sizes, since each is compiled on its own: 1, 8, 64, 512, 4096.
     size = 1
@@ -301,9 +341,16 @@ def _batch_block(batch_size: int) -> int:
 
 
 def check_new_tokens(
-    mask: torch.Tensor | None, query_lens: torch.Tensor | None, num_tokens: int, batch_size: int
+    mask: torch.Tensor | None,
+    query_lens: torch.Tensor | None,
+    num_tokens: int,
+    batch_size: int,
+    most_equal: int = 1,
 ) -> None:
-    """Raise ValueError where new tokens, their lengths and a tree mask do not fit each other."""
+    """Raise ValueError where new tokens, their lengths and a tree mask do not fit each other.
+
+    `most_equal`: new tokens of a request, at most, where there are no lengths.
+    """
     if mask is not None and (
         mask.dim() != 3
         or mask.shape[0] != batch_size
@@ -314,7 +361,9 @@ def check_new_tokens(
             f"a tree mask {tuple(mask.shape)} does not fit {num_tokens} new tokens of "
             f"{batch_size} requests"
         )
-    if query_lens is None and num_tokens != batch_size:
+    if query_lens is None and (
+        num_tokens > most_equal * batch_size or (num_tokens and num_tokens % batch_size)
+    ):
         raise ValueError(f"{num_tokens} tokens of {batch_size} requests need query_lens")
 
 
@@ -332,11 +381,16 @@ def _check(inputs: PagedAttentionInputs) -> None:
             f"head size {head_dim} or batch size {batch_size} exceeds "
             f"{MAX_HEAD_DIM} and {MAX_BATCH_SIZE}"
         )
-    check_new_tokens(inputs.tree_mask, inputs.query_lens, num_tokens, batch_size)
+    check_new_tokens(
+        inputs.tree_mask, inputs.query_lens, num_tokens, batch_size, most_equal=num_tokens
+    )
     tensors = [("queries", queries), ("keys", keys), ("values", values)]
     if inputs.new is not None:
-        if inputs.query_lens is not None:
-            raise ValueError("only the new tokens of a decode step are rotated here")
+        if not 0 < inputs.equal_lens <= MAX_ROTATED_TOKENS:
+            raise ValueError(
+                f"only equally many new tokens of all requests, up to {MAX_ROTATED_TOKENS} each, "
+                "are rotated here"
+            )
         tensors += [("new keys", inputs.new.keys), ("new values", inputs.new.values)]
     for name, tensor in tensors:
         if tensor.stride(2) != 1 or tensor.stride(1) != head_dim:

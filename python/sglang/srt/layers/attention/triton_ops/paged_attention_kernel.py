@@ -6,11 +6,12 @@ decode step fills the matrix unit with the heads of a group and a draft tree wit
 
 Work items are (request, row block, share of the keys). Which item a program has follows from the
 lengths on the device alone: nothing about a batch is computed on the host, and a captured launch
-stays right when the lengths change. Shares of one row block are merged in a decode step by that of
-its programs which ends last, otherwise by a second kernel.
+stays right when the lengths change. Shares of a small row block are merged by that of its programs
+which ends last, those of larger ones by a second kernel.
 
-In a decode step a program may also rotate what it reads of the new tokens, and write the new key
-and value to the pool before it reads the pool: one launch less a layer.
+Where all requests have the same few new tokens, as in decode and verification, a program may also
+rotate what it reads of them, and write those new keys and values that it is going to read to the
+pool before it does: one launch less a layer.
 
 Called by `paged_attention.py`, which documents the arguments and checks them.
 """
@@ -99,6 +100,89 @@ def _attend(
 def _rotated(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
     """Features times cosine plus their partners times (signed) sine, rounded like the features."""
     return (first.to(tl.float32) * cos + second.to(tl.float32) * sin).to(first.dtype)
+
+
+@triton.jit
+def _partners(feature: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
+    """(feature that each is rotated with, number of the pair), pairs being (i, i + HALF).
+
+    Features behind 2 * HALF are their own partners.
+    """
+    is_second = (feature >= HALF) & (feature < 2 * HALF)
+    partner = tl.where(feature < HALF, feature + HALF, feature)
+    partner = tl.where(is_second, feature - HALF, partner)
+    pair = tl.where(is_second, feature - HALF, feature)
+    return partner, pair
+
+
+@triton.jit
+def _rotated_heads(
+    heads: tl.tensor,
+    position: tl.tensor,
+    live: tl.tensor,
+    cos_sin: tl.tensor,
+    cos_sin_stride: tl.tensor,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+) -> tl.tensor:
+    """What lies at `heads` [rows], each rotated by its own position; zeros where not `live`."""
+    feature = tl.arange(0, BLOCK_D)
+    partner, pair = _partners(feature, HALF)
+    angles = cos_sin + position[:, None] * cos_sin_stride + pair[None, :]
+    has_angle = live & (feature < 2 * HALF)[None, :]
+    cos = tl.load(angles, mask=has_angle, other=1.0)
+    sin = tl.load(angles + HALF, mask=has_angle, other=0.0)
+    sin = tl.where((feature < HALF)[None, :], -sin, sin)
+    first = tl.load(heads[:, None] + feature[None, :], mask=live, other=0.0)
+    second = tl.load(heads[:, None] + partner[None, :], mask=live, other=0.0)
+    return _rotated(first, second, cos, sin)
+
+
+@triton.jit
+def _write_new(
+    key_base: tl.tensor,
+    value_base: tl.tensor,
+    new_keys: tl.tensor,
+    new_values: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    slot_map: tl.tensor,
+    cos_sin: tl.tensor,
+    query_start: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    new_key_stride: tl.tensor,
+    new_value_stride: tl.tensor,
+    cos_sin_stride: tl.tensor,
+    QUERIES: tl.constexpr,
+    NEW_BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    MAPPED: tl.constexpr,
+) -> None:
+    """One head's keys, rotated, and values of new tokens [first, last) of a request to the pool."""
+    feature = tl.arange(0, BLOCK_D)
+    new = tl.arange(0, NEW_BLOCK)
+    is_meant = (new < QUERIES) & (new >= first) & (new < last)
+    live = is_meant[:, None] & (feature < HEAD_DIM)[None, :]
+    line = query_start + new
+    slot = tl.load(slots + line, mask=is_meant, other=0)
+    if MAPPED:
+        slot = tl.load(slot_map + slot, mask=is_meant, other=0).to(tl.int64)
+    position = tl.load(positions + line, mask=is_meant, other=0)
+    values = new_values + line * new_value_stride
+    value = tl.load(values[:, None] + feature[None, :], mask=live, other=0.0)
+    key = _rotated_heads(
+        new_keys + line * new_key_stride, position, live, cos_sin, cos_sin_stride, BLOCK_D, HALF
+    )  # fmt: skip
+    key_rows = key_base + slot * key_stride
+    value_rows = value_base + slot * value_stride
+    buffer_type = key_base.dtype.element_ty
+    tl.store(key_rows[:, None] + feature[None, :], key.to(buffer_type), mask=live)
+    tl.store(value_rows[:, None] + feature[None, :], value.to(buffer_type), mask=live)
 
 
 @triton.jit
@@ -209,7 +293,8 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     BLOCK_N: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
-    ONE_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr,
+    NEW_BLOCK: tl.constexpr,
     TREE: tl.constexpr,
     MAPPED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -221,7 +306,14 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     MERGE_SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid: (NUM_KV_HEADS, upper bound of the number of work items)."""
+    """Grid: (NUM_KV_HEADS, upper bound of the number of work items).
+
+    QUERIES: new tokens of every request; 0 where `query_lens` says how many each has.
+    """
+    # What the only query of a request sees needs no mask, except a tree's.
+    ONE_QUERY: tl.constexpr = QUERIES == 1 and not TREE
+    # Row blocks of every request, where QUERIES tells.
+    BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     if PDL and MERGE_HERE:
         # What follows is no merging kernel, which needs the room that these programs take.
         tl.extra.cuda.gdc_launch_dependents()
@@ -232,12 +324,12 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     lanes = tl.arange(0, BATCH_BLOCK)
     in_batch = lanes < batch_size
     all_seqs = tl.load(seq_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    if ONE_QUERY:
-        all_queries = tl.where(in_batch, 1, 0)
+    if QUERIES > 0:
+        all_queries = tl.where(in_batch, QUERIES, 0)
     else:
         all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
     all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
-    if not ONE_QUERY:
+    if QUERIES == 0:
         even = False
     elif not SHARED:
         even = True
@@ -245,18 +337,17 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         # Whether nobody has enough of the work for a second share; cheaper than everybody's number.
         attended = all_seqs.to(tl.int64)
         if WINDOW > 0:
-            attended = tl.minimum(attended, WINDOW)
-        total_work = tl.sum(attended, 0) * ((GROUP + BLOCK_M - 1) // BLOCK_M)
+            attended = tl.minimum(attended, WINDOW + QUERIES - 1)
+        total_work = tl.sum(attended, 0) * BLOCKS
         even = tl.max(attended, 0) * share_target < 2 * total_work
     if even:
         # Many requests of about the same length: no need to add up what the others have.
-        BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
         total_items = batch_size * BLOCKS
         request = item // BLOCKS
         local = item % BLOCKS
         num_shares = 1
         shared_before = 0
-        query_start = request
+        query_start = request * QUERIES
     else:
         if SHARED:
             all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
@@ -277,8 +368,8 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         return
     query_start = query_start.to(tl.int64)
     seq_len = tl.load(seq_lens + request).to(tl.int32)
-    num_queries = 1
-    if not ONE_QUERY:
+    num_queries = QUERIES
+    if QUERIES == 0:
         num_queries = tl.load(query_lens + request).to(tl.int32)
     row_block = local // num_shares
     share = local % num_shares
@@ -294,19 +385,22 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     row_offset = (head * GROUP + rows % GROUP) * HEAD_DIM
     in_row = row_live[:, None] & (feature < HEAD_DIM)[None, :]
     query_ptrs = queries + (query_start + token) * query_stride + row_offset
-    query = tl.load(query_ptrs[:, None] + feature[None, :], mask=in_row, other=0.0)
-    if HALF > 0:
-        # Pairs are (i, i + HALF); features behind 2 * HALF stay.
-        is_second = (feature >= HALF) & (feature < 2 * HALF)
-        partner = tl.where(feature < HALF, feature + HALF, feature)
-        partner = tl.where(is_second, feature - HALF, partner)
-        pair = tl.where(is_second, feature - HALF, feature)
-        angles = cos_sin + tl.load(positions + query_start) * cos_sin_stride + pair
-        cos = tl.load(angles, mask=feature < 2 * HALF, other=1.0)
-        sin = tl.load(angles + HALF, mask=feature < 2 * HALF, other=0.0)
-        sin = tl.where(feature < HALF, -sin, sin)
-        second = tl.load(query_ptrs[:, None] + partner[None, :], mask=in_row, other=0.0)
-        query = _rotated(query, second, cos[None, :], sin[None, :])
+    if HALF > 0 and QUERIES > 1:
+        position = tl.load(positions + query_start + token, mask=row_live, other=0)
+        query = _rotated_heads(
+            query_ptrs, position, in_row, cos_sin, cos_sin_stride, BLOCK_D, HALF
+        )  # fmt: skip
+    else:
+        query = tl.load(query_ptrs[:, None] + feature[None, :], mask=in_row, other=0.0)
+        if HALF > 0:
+            # One position: angles for one head are enough.
+            partner, pair = _partners(feature, HALF)
+            angles = cos_sin + tl.load(positions + query_start) * cos_sin_stride + pair
+            cos = tl.load(angles, mask=feature < 2 * HALF, other=1.0)
+            sin = tl.load(angles + HALF, mask=feature < 2 * HALF, other=0.0)
+            sin = tl.where(feature < HALF, -sin, sin)
+            second = tl.load(query_ptrs[:, None] + partner[None, :], mask=in_row, other=0.0)
+            query = _rotated(query, second, cos[None, :], sin[None, :])
     prefix_len = seq_len - num_queries
     query_pos = prefix_len + token
     first_token = row_block * BLOCK_M // GROUP
@@ -347,8 +441,16 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     key_base = key_buffer + head * HEAD_DIM
     value_base = value_buffer + head * HEAD_DIM
     if HALF > 0:
-        # Whoever reads the new key writes it first. Row blocks of one head write the same.
-        if (end == high) & (start < end):
+        # Whoever reads a new key writes it first. Row blocks of one head write the same.
+        if QUERIES > 1:
+            if (prefix_len < end) & (start < end):
+                _write_new(
+                    key_base, value_base, new_keys + head * HEAD_DIM, new_values + head * HEAD_DIM,
+                    positions, slots, slot_map, cos_sin, query_start, start - prefix_len,
+                    end - prefix_len, key_stride, value_stride, new_key_stride, new_value_stride,
+                    cos_sin_stride, QUERIES, NEW_BLOCK, HEAD_DIM, BLOCK_D, HALF, MAPPED,
+                )  # fmt: skip
+        elif (end == high) & (start < end):
             in_head = feature < HEAD_DIM
             new_key = new_keys + query_start * new_key_stride + head * HEAD_DIM
             key = tl.load(new_key + feature, mask=in_head, other=0.0)
@@ -409,14 +511,18 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
                 tl.store(counter, 0)
                 line_in_block = tl.arange(0, MERGE_ROWS)
-                head_in_group = row_block * BLOCK_M + line_in_block
-                live = head_in_group < GROUP
+                row = row_block * BLOCK_M + line_in_block
+                live = row < num_queries * GROUP
                 first_item = tl.full((MERGE_ROWS,), item - share, tl.int32)
                 merged = _merged_rows(
                     partial_out, partial_lse, first_item, line_in_block, live, num_shares, head,
                     NUM_KV_HEADS, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_SHARES,
                 )  # fmt: skip
-                out_row = out + query_start * out_stride + (head * GROUP + head_in_group) * HEAD_DIM
+                if ONE_QUERY:
+                    out_row = out + query_start * out_stride + (head * GROUP + row) * HEAD_DIM
+                else:
+                    out_row = out + (query_start + row // GROUP) * out_stride
+                    out_row += (head * GROUP + row % GROUP) * HEAD_DIM
                 tl.store(
                     out_row[:, None] + feature[None, :],
                     merged.to(out.dtype.element_ty),
@@ -442,7 +548,7 @@ def merge_shares_kernel(
     BLOCK_M: tl.constexpr,
     BATCH_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
-    ONE_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     MERGE_SHARES: tl.constexpr,
     PDL: tl.constexpr,
@@ -453,8 +559,8 @@ def merge_shares_kernel(
     lanes = tl.arange(0, BATCH_BLOCK)
     in_batch = lanes < batch_size
     all_seqs = tl.load(seq_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    if ONE_QUERY:
-        all_queries = tl.where(in_batch, 1, 0)
+    if QUERIES > 0:
+        all_queries = tl.where(in_batch, QUERIES, 0)
     else:
         all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
     all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
