@@ -64,6 +64,36 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_norms_side_by_side(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    n, width = shape
+    x, wide = randn(n, width, dtype=dtype), randn(n, 2 * width, dtype=dtype)
+    y = wide[:, width:]  # one of several states
+    weights = randn(2, width, dtype=dtype)
+    joined, copy = OURS.norms_side_by_side(x, y, *weights, 1e-5)
+    expected, wanted = TORCH.norms_side_by_side(x, y, *weights, 1e-5)
+    close(joined, expected)
+    assert torch.equal(copy, wanted)
+    assert copy.data_ptr() != y.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_taken_and_added(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    n, width = shape
+    table = randn(9, width + 4, dtype=dtype)[:, :width]
+    rows = torch.randint(0, 9, (n, 3), device=DEVICE)[:, 1]
+    assert torch.equal(OURS.take_rows(table, rows), table[rows])
+    assert OURS.take_rows(table, rows[:0]).shape == (0, width)
+    x, y = randn(n, width, dtype=dtype), randn(n, width, dtype=dtype)
+    got, expected = (torch.zeros(n, 3 * width, device=DEVICE).to(dtype) for _ in range(2))
+    OURS.add_rows(x, y, got[:, width : 2 * width])
+    TORCH.add_rows(x, y, expected[:, width : 2 * width])
+    assert torch.equal(got, expected)
+    assert got.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_heads_within_a_fused_product(dtype: torch.dtype) -> None:
     fused, weight = randn(5, 60, dtype=dtype), randn(10, dtype=dtype)
     heads = fused[:, 20:50].unflatten(-1, (-1, 10))

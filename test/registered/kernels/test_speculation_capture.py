@@ -27,6 +27,7 @@ from sglang.srt.speculative.eagle_utils import (
     select_top_k,
     tree_positions,
 )
+from sglang.srt.speculative.step_ops import DraftTables, RowTables, step_ops
 from sglang.srt.speculative.tree_attention import branch_visibility
 
 pytestmark = [
@@ -66,7 +67,23 @@ def make_inputs(seed: int) -> Inputs:
         rows = B if step == 0 else B * K
         inputs[f"probs{step}"] = rand(rows, K).sort(dim=1, descending=True).values / K
         inputs[f"ids{step}"] = rand(rows, V).topk(K, dim=1).indices % 3
+    inputs["rows"] = torch.randperm(B + 1, generator=generator)[:B]
+    inputs["table"] = ids(1000, B + 1, 80).to(torch.int32)
+    inputs["logits"] = torch.randn(B * W, V, generator=generator)
+    inputs["hidden"] = torch.randn(B + 1, 70, generator=generator)
+    inputs["order"] = torch.arange(B)
+    inputs["hot"] = torch.randperm(V, generator=generator)
     return inputs
+
+
+def row_tables(x: Inputs) -> RowTables:
+    committed_lens = torch.zeros(B + 1, dtype=torch.int64, device=x["lens"].device)
+    return RowTables(
+        req_to_token=x["table"],
+        committed_lens=committed_lens.index_copy(0, x["rows"], x["lens"]),
+        last_token_ids=x["rows"].new_zeros(B + 1),
+        padding_row=B,
+    )
 
 
 def draft_and_accept_tree(x: Inputs) -> list[torch.Tensor]:
@@ -83,12 +100,16 @@ def draft_and_accept_tree(x: Inputs) -> list[torch.Tensor]:
     outputs += [paths, tree.token_ids, tree.parents, tree.is_ancestor]
     outputs.append(tree_positions(tree, x["lens"]))
     outputs.append(branch_visibility(paths))
+    ops, tables = step_ops(x["lens"].device), row_tables(x)
+    places = ops.places(x["rows"], tables, W, 60)
+    outputs += [places.lens, places.positions, places.slots, places.step_slots]
     greedy = accept_tree(tree, x["targets"], D)
     coins, final_coins = x["coins"][:, : D - 1], x["final_coins"][:, :D]
     walked = accept_by_thresholds(tree, x["probs"], coins, final_coins, 0.9, 0.01)
     for accept in (greedy, walked):
         compaction = compact(accept, x["slots"], W)
-        extend = extend_after_verify(accept, compaction, x["features"], x["lens"])
+        ends = ops.advance(x["rows"], x["lens"], accept, tables)
+        extend = extend_after_verify(accept, compaction, x["features"], places, ends)
         outputs += [accept.accept_index, accept.output_ids, compaction.from_slots]
         outputs += [extend.token_ids, extend.positions, extend.last_rows, extend.committed_lens]
     return outputs
@@ -107,7 +128,28 @@ def accept_chains(x: Inputs) -> list[torch.Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("function", [draft_and_accept_tree, accept_chains])
+def step_of_chains(x: Inputs) -> list[torch.Tensor]:
+    ops, tables, rows = step_ops(x["lens"].device), row_tables(x), x["rows"]
+    drafts = DraftTables(token_ids=rows.new_zeros(B + 1, 1), hidden=x["hidden"].clone())
+    places = ops.places(rows, tables, W, 60)
+    logits = x["logits"].view(B, W, V)
+    ops.remember(rows, logits[:, 0], None, x["logits"][:, :70], x["targets"][:, 1], drafts)
+    token_ids, hidden = ops.start_chain(rows, places.root_ids, drafts, W)
+    for node in range(2, W):
+        hot = None if node < B + 2 else x["hot"]
+        ops.write_best(logits[:, node - 1], hot, token_ids[:, node])
+        # One request more goes wrong.
+        token_ids[:, node] += x["order"] == node
+    outputs = [places.lens, places.positions, places.slots, token_ids, hidden]
+    for simulated in (None, x["targets"][:, 0]):
+        accept, report = ops.accept_best(x["logits"], token_ids, simulated)
+        ends = ops.advance(rows, places.lens[0], accept, tables)
+        outputs += [accept.accept_index, accept.output_ids, report]
+        outputs += [ends.last_rows, ends.committed_lens]
+    return [*outputs, tables.committed_lens, tables.last_token_ids[rows], drafts.hidden]
+
+
+@pytest.mark.parametrize("function", [draft_and_accept_tree, accept_chains, step_of_chains])
 def test_a_replay_equals_the_cpu(function: Callable[[Inputs], list[torch.Tensor]]) -> None:
     static = {name: value.cuda() for name, value in make_inputs(0).items()}
     stream = torch.cuda.Stream()

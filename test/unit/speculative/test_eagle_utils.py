@@ -21,8 +21,22 @@ from sglang.srt.speculative.eagle_utils import (
     tree_from_parents,
     tree_positions,
 )
+from sglang.srt.speculative.step_ops import RowTables, TorchStepOps
 
 VOCAB = 50
+
+
+def row_tables(lens: dict[int, int], num_rows: int) -> RowTables:
+    """Tables in which these rows hold sequences of these lengths."""
+    committed_lens = torch.zeros(num_rows, dtype=torch.int64)
+    for row, length in lens.items():
+        committed_lens[row] = length
+    return RowTables(
+        req_to_token=torch.arange(num_rows * 40, dtype=torch.int32).view(num_rows, 40),
+        committed_lens=committed_lens,
+        last_token_ids=torch.zeros(num_rows, dtype=torch.int64),
+        padding_row=num_rows - 1,
+    )
 
 
 def top_k_after(path: tuple[int, ...], k: int, is_tied: bool) -> list[tuple[float, int]]:
@@ -173,8 +187,10 @@ def test_compaction_moves_the_accepted_path_to_the_front() -> None:
     assert kv[70:75].tolist() == [70, 71, 72, 73, 74]
 
     features = torch.arange(10.0).unsqueeze(1)
-    lens = torch.tensor([20, 8])
-    extend = extend_after_verify(accept, compaction, features, lens)
+    ops, tables, rows = TorchStepOps(), row_tables({4: 20, 1: 8}, num_rows=6), torch.tensor([4, 1])
+    places = ops.places(rows, tables, 5, max_position=99)
+    ends = ops.advance(rows, places.lens[0], accept, tables)
+    extend = extend_after_verify(accept, compaction, features, places, ends)
     assert extend.token_ids.view(2, 3)[0].tolist() == [11, 13, 30]
     assert extend.token_ids.view(2, 3)[1, 0] == 99
     assert extend.features is not None
@@ -182,6 +198,8 @@ def test_compaction_moves_the_accepted_path_to_the_front() -> None:
     assert extend.positions.view(2, 3)[0].tolist() == [20, 21, 22]
     assert extend.last_rows.tolist() == [2, 3]
     assert extend.committed_lens.tolist() == [23, 9]
+    assert tables.committed_lens.tolist() == [0, 9, 0, 0, 23, 0]
+    assert tables.last_token_ids[rows].tolist() == [30, 99]
 
 
 @pytest.mark.parametrize(("w", "d"), [(5, 5), (5, 3), (1, 1)])

@@ -28,6 +28,7 @@ from sglang.srt.speculative.eagle_utils import (
     select_top_k,
     tree_positions,
 )
+from sglang.srt.speculative.step_ops import RowTables, TorchStepOps
 from sglang.srt.speculative.tree_attention import branch_visibility
 
 pytestmark = pytest.mark.usefixtures("own_fixed_tensors")
@@ -47,8 +48,16 @@ def check_after(accept: AcceptResult, d: int) -> None:
     assert accept.accept_index.shape == accept.output_ids.shape == (B, d)
     assert accept.accept_lens.shape == accept.bonus_ids.shape == (B,)
     compaction = compact(accept, torch.zeros(B * W, dtype=torch.int64), W)
-    lens = torch.zeros(B, dtype=torch.int64)
-    extend = extend_after_verify(accept, compaction, torch.rand(B * W, 6), lens)
+    rows = torch.zeros(B, dtype=torch.int64)
+    tables = RowTables(
+        req_to_token=torch.zeros(2, 20, dtype=torch.int32),
+        committed_lens=torch.zeros(2, dtype=torch.int64),
+        last_token_ids=torch.zeros(2, dtype=torch.int64),
+        padding_row=1,
+    )
+    places = TorchStepOps().places(rows, tables, W, max_position=9)
+    ends = TorchStepOps().advance(rows, places.lens[0], accept, tables)
+    extend = extend_after_verify(accept, compaction, torch.rand(B * W, 6), places, ends)
     assert extend.token_ids.shape == (B * d,)
     assert extend.features is not None and extend.features.shape == (B * d, 6)
 

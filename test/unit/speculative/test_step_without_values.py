@@ -23,14 +23,14 @@ from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.kv_pools import KVPoolShape, make_kv_pool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import resolve_model_class
-from sglang.srt.speculative import base_spec_worker, draft_runner
+from sglang.srt.speculative import base_spec_worker, step_ops
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule
 from sglang.srt.speculative.draft_runner import (
-    DraftedRows,
     Drafting,
     EagleDrafting,
     StandaloneDrafting,
 )
+from sglang.srt.speculative.eagle_info import StepPlaces
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.multi_layer_drafting import MultiLayerDrafting
 from sglang.srt.speculative.spec_graph_runner import GraphKind
@@ -82,13 +82,8 @@ class _Runner:
 class _Worker(EAGLEWorkerV2):
     """Without the host's knowledge of lengths, which is free on a CPU."""
 
-    def drafted_at(self, rows: torch.Tensor, bounds: list[int] | None = None) -> DraftedRows:
-        return DraftedRows(
-            rows=rows,
-            root_ids=self.target_worker.last_token_ids[rows],
-            committed_lens=self.committed_lens[rows],
-            bounds=[0] * rows.shape[0],
-        )
+    def _bounds(self, places: StepPlaces, bounds: list[int] | None) -> list[int]:
+        return [0] * places.lens.shape[1]
 
 
 @pytest.fixture(autouse=True)
@@ -97,14 +92,16 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     platforms.init_platform("cpu")
     use_eager_graphs(monkeypatch)
     monkeypatch.setattr(base_spec_worker, "checked_argmax", TorchOps().checked_argmax)
-    monkeypatch.setattr(draft_runner, "argmax", TorchOps().argmax)
+    monkeypatch.setattr(step_ops, "checked_argmax", TorchOps().checked_argmax)
+    monkeypatch.setattr(step_ops, "argmax", TorchOps().argmax)
     yield
 
 
 def make_configs(folder: Path, algorithm: str) -> tuple[ModelConfig, ModelConfig]:
-    """Of target and draft."""
+    """Of target and draft; with as few layers as the states that EAGLE3 reads allow."""
+    num_layers = 4 if algorithm == "EAGLE3" else 1
     target = ModelConfig.from_path(
-        str(make_tiny_checkpoint(folder / "target", num_hidden_layers=6))
+        str(make_tiny_checkpoint(folder / "target", num_hidden_layers=num_layers))
     )
     if algorithm != "EAGLE3":
         return target, target
@@ -133,9 +130,9 @@ def make_worker(
         layers = model.draft_config.layers_to_capture(target_config.num_hidden_layers)
         target.model.set_eagle3_layers_to_capture(layers)
         model.set_embed_and_head(*target.model.get_embed_and_head())
-        drafting = EagleDrafting(cast(ModelRunner, draft), shape, CONTEXT - 1)
+        drafting = EagleDrafting(cast(ModelRunner, draft), shape)
     else:
-        drafting = StandaloneDrafting(cast(ModelRunner, draft), shape, CONTEXT - 1)
+        drafting = StandaloneDrafting(cast(ModelRunner, draft), shape)
     mode = CaptureHiddenMode.FULL if algorithm == "EAGLE3" else CaptureHiddenMode.NULL
     return _Worker(cast(TpModelWorker, target_worker(target)), drafting, AcceptanceRule(), mode)
 
@@ -186,7 +183,7 @@ def test_drafts_of_several_layers_are_captured_without_values(tmp_path: Path) ->
 def test_a_step_that_reads_lengths_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Worker, "drafted_at", EAGLEWorkerV2.drafted_at)
+    monkeypatch.setattr(_Worker, "_bounds", EAGLEWorkerV2._bounds)
     configs = make_configs(tmp_path, "STANDALONE")
     with FakeTensorMode(), pytest.raises(RuntimeError):
         worker = make_worker(configs, "STANDALONE", CHAIN)

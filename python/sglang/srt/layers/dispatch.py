@@ -73,6 +73,18 @@ class Ops(Protocol):
         """(norm of x + residual, x + residual), [n, d]; consumes `residual`."""
         ...
 
+    def norms_side_by_side(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x_weight: torch.Tensor,
+        y_weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`rms_norm` of x and of y in one row, a copy of y), x and y [n, d] -> [n, 2 * d], [n, d]:
+        what a draft makes of a token and of a state that goes on as its residual."""
+        ...
+
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """[n, 2 * d] -> silu(first half) * second half, [n, d]."""
         ...
@@ -133,6 +145,14 @@ class Ops(Protocol):
         """`argmax`, and whether the row holds NaN or +inf: bool [n]."""
         ...
 
+    def take_rows(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows, int64 [n], of a table [m, d] of any type: [n, d]."""
+        ...
+
+    def add_rows(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        """x + y, [n, d], to `out`, a part of something wider or not."""
+        ...
+
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         """x in host memory once an event recorded after the call has passed; keep it until then.
 
@@ -174,6 +194,17 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps, weight_offset), total
+
+    def norms_side_by_side(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x_weight: torch.Tensor,
+        y_weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (self.rms_norm(x, x_weight, eps), self.rms_norm(y, y_weight, eps))
+        return torch.cat(parts, dim=-1), y.clone()
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -238,6 +269,12 @@ class TorchOps:
     def checked_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sums = x.sum(dim=-1)
         return self.argmax(x), sums.isnan() | sums.isposinf()
+
+    def take_rows(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(rows, table)
+
+    def add_rows(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        torch.add(x, y, out=out)
 
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         return x.to("cpu", non_blocking=True)
@@ -319,6 +356,16 @@ def argmax(x: torch.Tensor) -> torch.Tensor:
 def checked_argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`Ops.checked_argmax` of the device's own set, whatever the model's dtype."""
     return _ops_of_device(x).checked_argmax(x)
+
+
+def take_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`Ops.take_rows` of the device's own set, whatever the dtype."""
+    return _ops_of_device(table).take_rows(table, rows)
+
+
+def add_rows(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """`Ops.add_rows` of the device's own set, whatever the dtype."""
+    _ops_of_device(x).add_rows(x, y, out)
 
 
 def send_to_host(x: torch.Tensor) -> torch.Tensor:

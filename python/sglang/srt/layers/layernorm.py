@@ -19,11 +19,11 @@ class RMSNorm(WeightOwner):
         self.weight = new_parameter(size)
         self.eps = eps
         self.weight_offset = weight_offset
-        self._ops = default_ops()
+        self.ops = default_ops()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, size] or [n, heads, size]; a new tensor of that shape."""
-        return self._ops.rms_norm(x, self.weight, self.eps, self.weight_offset)
+        return self.ops.rms_norm(x, self.weight, self.eps, self.weight_offset)
 
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -34,7 +34,7 @@ class RMSNorm(WeightOwner):
         """
         if residual is None:
             return self.forward(x), x
-        return self._ops.add_rms_norm(x, residual, self.weight, self.eps, self.weight_offset)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.weight_offset)
 
     def weight_slots(self, name: str) -> Mapping[str, WeightSlot]:
         return {
@@ -42,3 +42,15 @@ class RMSNorm(WeightOwner):
                 target=self.weight.data, full_shape=tuple(self.weight.shape)
             )
         }
+
+
+def norms_side_by_side(
+    x_norm: RMSNorm, x: torch.Tensor, y_norm: RMSNorm, y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(both norms in one row, a copy of y), x and y [n, size] -> [n, 2 * size], [n, size].
+
+    Raises ValueError where the norms are not of one kind, or add something to their weights.
+    """
+    if x_norm.eps != y_norm.eps or x_norm.weight_offset or y_norm.weight_offset:
+        raise ValueError("these norms cannot be taken in one go")
+    return x_norm.ops.norms_side_by_side(x, y, x_norm.weight, y_norm.weight, x_norm.eps)

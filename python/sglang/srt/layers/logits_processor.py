@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sglang.srt.distributed.communication import tensor_model_parallel_all_gather
+from sglang.srt.layers.dispatch import take_rows
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -77,14 +78,14 @@ class LogitsProcessor(nn.Module):
         hidden_states: torch.Tensor,
         lm_head: ParallelLMHead,
         forward_batch: ForwardBatch,
-        aux_hidden_states: list[torch.Tensor] | None = None,
+        aux_hidden_states: torch.Tensor | None = None,
     ) -> LogitsProcessorOutput:
-        """hidden_states [n, hidden], normed; the aux ones [n, hidden] each, captured on request.
+        """hidden_states [n, hidden], normed; the aux ones [n, width], captured on request.
 
         Collective with more than one rank (gathers vocabulary shards).
         """
         logit_rows = _rows_with_logits(forward_batch)
-        pruned = hidden_states if logit_rows is None else hidden_states[logit_rows]
+        pruned = hidden_states if logit_rows is None else take_rows(hidden_states, logit_rows)
         output = LogitsProcessorOutput(
             next_token_logits=self._logits(pruned, lm_head),
             hidden_states=_captured(hidden_states, aux_hidden_states, logit_rows, forward_batch),
@@ -185,15 +186,15 @@ def _rows_with_logits(forward_batch: ForwardBatch) -> torch.Tensor | None:
 
 def _captured(
     hidden_states: torch.Tensor,
-    aux_hidden_states: list[torch.Tensor] | None,
+    aux_hidden_states: torch.Tensor | None,
     logit_rows: torch.Tensor | None,
     forward_batch: ForwardBatch,
 ) -> torch.Tensor | None:
     mode = forward_batch.capture_hidden_mode
     if mode is CaptureHiddenMode.NULL:
         return None
-    if aux_hidden_states:
-        hidden_states = torch.cat(aux_hidden_states, dim=-1)
+    if aux_hidden_states is not None:
+        hidden_states = aux_hidden_states
     if mode is CaptureHiddenMode.FULL or logit_rows is None:
         return hidden_states
-    return hidden_states[logit_rows]
+    return take_rows(hidden_states, logit_rows)

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from sglang.srt.distributed.communication import tensor_model_parallel_all_reduce
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.layers.dispatch import default_ops
+from sglang.srt.layers.dispatch import default_ops, take_rows
 from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot
 
 
@@ -34,10 +33,10 @@ class VocabParallelEmbedding(WeightOwner):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> [n, hidden]. Collective with more than one rank."""
         if self._num_ranks == 1:
-            return functional.embedding(input_ids, self.weight)
+            return take_rows(self.weight, input_ids)
         local = input_ids - self._first_token
         outside = (local < 0) | (local >= self.weight.shape[0])
-        out = functional.embedding(local.masked_fill(outside, 0), self.weight)
+        out = take_rows(self.weight, local.masked_fill(outside, 0))
         out.masked_fill_(outside.unsqueeze(-1), 0)
         return tensor_model_parallel_all_reduce(out)
 

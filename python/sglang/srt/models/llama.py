@@ -15,6 +15,7 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.activation import get_gated_activation
+from sglang.srt.layers.dispatch import add_rows
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
@@ -175,22 +176,17 @@ class LlamaModel(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(normed hidden states [n, hidden], captured streams [n, hidden] each)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(normed hidden states [n, hidden], captured streams side by side in a row or None)."""
         hidden_states = self.embed(input_ids)
         residual: torch.Tensor | None = None
-        captured: list[torch.Tensor] = []
-        wanted = self._layers_wanted_by(forward_batch)
+        capture = _Capture(self._layers_wanted_by(forward_batch), hidden_states)
         for layer_id, layer in enumerate(self.layers):
-            if layer_id in wanted:
-                stream = _residual_stream(hidden_states, residual)
-                captured += [stream] * wanted.count(layer_id)
+            capture.entry_of(layer_id, hidden_states, residual)
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
-        if len(self.layers) in wanted:
-            stream = _residual_stream(hidden_states, residual)
-            captured += [stream] * wanted.count(len(self.layers))
+        capture.entry_of(len(self.layers), hidden_states, residual)
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
-        return normed, captured
+        return normed, capture.streams
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> what the first layer reads, [n, hidden]."""
@@ -206,9 +202,28 @@ class LlamaModel(nn.Module):
         return self.layers_to_capture
 
 
-def _residual_stream(hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    # Always a new tensor: the norms go on to consume their residual.
-    return hidden_states.clone() if residual is None else hidden_states + residual
+class _Capture:
+    """Residual streams of one pass, each written where it belongs beside the others."""
+
+    def __init__(self, wanted: tuple[int, ...], like: torch.Tensor) -> None:
+        """`wanted`: layers whose entry counts, in order; `like` [n, hidden]: a stream's shape."""
+        self._wanted, self._width = wanted, like.shape[1]
+        # [n, layers * hidden]; None where no layer is wanted.
+        self.streams = like.new_empty((len(like), len(wanted) * self._width)) if wanted else None
+
+    def entry_of(
+        self, layer_id: int, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """Keep what enters a layer, if it is wanted; a copy: norms go on to consume their input."""
+        if self.streams is None or layer_id not in self._wanted:
+            return
+        for number, wanted in enumerate(self._wanted):
+            if wanted == layer_id:
+                place = self.streams[:, number * self._width : (number + 1) * self._width]
+                if residual is None:
+                    place.copy_(hidden_states)
+                else:
+                    add_rows(hidden_states, residual, place)
 
 
 class LlamaForCausalLM(LanguageModel):

@@ -19,7 +19,7 @@ from torch import nn
 
 from sglang.srt.configs.draft_config import HeadSource
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm, norms_side_by_side
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
@@ -64,13 +64,16 @@ class Eagle3DecoderLayer(nn.Module):
         embeds: torch.Tensor,
         forward_batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual stream before it), [n, hidden] each; consumes hidden_states.
+        """(block output, residual stream before it), [n, hidden] each; consumes `residual`.
 
         The stream is that of the hidden states; `embeds` enter the first layer's attention only.
         """
-        normed, residual = self.hidden_norm.add_and_norm(hidden_states, residual)
         if self.input_layernorm is not None:
-            normed = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+            normed, residual = norms_side_by_side(
+                self.input_layernorm, embeds, self.hidden_norm, hidden_states
+            )
+        else:
+            normed, residual = self.hidden_norm.add_and_norm(hidden_states, residual)
         attended = self.self_attn(positions, normed, forward_batch)
         normed, residual = self.post_attention_layernorm.add_and_norm(attended, residual)
         return self.mlp(normed), residual
@@ -154,15 +157,15 @@ class LlamaForCausalLMEagle3(EagleDraftModel):
             )
         normed, stream = self.norm.add_and_norm(hidden_states, residual)
         recurrent = normed if self.draft_config.norm_output else stream
-        return self.logits_processor(input_ids, normed, self.lm_head, forward_batch, [recurrent])
+        return self.logits_processor(input_ids, normed, self.lm_head, forward_batch, recurrent)
 
     def _to_own_width(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[n, hidden]; always a new tensor, which the layers may consume."""
+        """[n, hidden]."""
         width, own_width = hidden_states.shape[-1], self.config.hidden_size
         if self.fc is not None and width == self.draft_config.input_width:
             return self.fc(self._norm_features(hidden_states))
         if width == own_width:
-            return hidden_states.clone()
+            return hidden_states
         raise RuntimeError(
             f"the draft reads hidden states of width {self.draft_config.input_width} (the "
             f"target's) or {own_width} (its own), got {width}"

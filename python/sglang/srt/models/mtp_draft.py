@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.layernorm import RMSNorm, norms_side_by_side
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
@@ -71,10 +71,11 @@ class MtpDraftModel(EagleDraftModel):
                 f"the draft reads hidden states of width {self.config.hidden_size}, "
                 f"got {features.shape[-1]}"
             )
-        parts = [self.enorm(self.embed_tokens(input_ids)), self.hnorm(features)]
+        embedded = self.embed_tokens(input_ids)
         if self.joins_state_first:
-            parts.reverse()
-        joined = torch.cat(parts, dim=-1)
+            joined, _ = norms_side_by_side(self.hnorm, features, self.enorm, embedded)
+        else:
+            joined, _ = norms_side_by_side(self.enorm, embedded, self.hnorm, features)
         hidden_states, residual = self.layers[0](
             positions, self.eh_proj(joined), None, forward_batch
         )

@@ -153,7 +153,7 @@ class Qwen3NextModel(LlamaModel):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `LlamaModel`."""
         forward_batch.step_states = make_step_states(forward_batch)
         return super().forward(input_ids, positions, forward_batch)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from sglang.srt.environ import envs
-from sglang.srt.layers.dispatch import checked_argmax
+from sglang.srt.layers.dispatch import checked_argmax, send_to_host
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import fill_logprobs, nan_rows
 from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
@@ -56,6 +56,7 @@ from sglang.srt.speculative.eagle_info import (
     Compaction,
     DraftTree,
     EagleExtendInput,
+    StepPlaces,
 )
 from sglang.srt.speculative.eagle_utils import (
     compact,
@@ -68,6 +69,7 @@ from sglang.srt.speculative.fixed_tensors import counting, filled
 from sglang.srt.speculative.spec_graph_runner import GraphKind, SpecGraphRunner
 from sglang.srt.speculative.spec_info import NO_TOKEN, DraftShape
 from sglang.srt.speculative.spec_step import TargetPass, Verified
+from sglang.srt.speculative.step_ops import RowTables, pack_report, step_ops
 from sglang.srt.speculative.tree_attention import TreeAttention
 from sglang.srt.speculative.verify_sampling import (
     VerifySampling,
@@ -107,6 +109,13 @@ class BaseSpecWorker(ABC):
         rows = target_worker.model_runner.req_to_token_pool.num_rows
         # int64 by row: tokens whose KV is there.
         self.committed_lens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._tables = RowTables(
+            req_to_token=target_worker.model_runner.req_to_token_pool.req_to_token,
+            committed_lens=self.committed_lens,
+            last_token_ids=target_worker.last_token_ids,
+            padding_row=target_worker.model_runner.req_to_token_pool.padding_row,
+        )
+        self._ops = step_ops(self.device)
         self._generator = torch.Generator()
         self._generator.manual_seed((torch.initial_seed() + 1) % 2**63)
         self._sampling: VerifySampling | None = None
@@ -327,15 +336,16 @@ class BaseSpecWorker(ABC):
 
     def drafted_at(self, rows: torch.Tensor, bounds: list[int] | None = None) -> DraftedRows:
         """See `SpecStep`."""
-        committed = self.committed_lens[rows]
-        if self.device.type == "cpu":
-            bounds = committed.tolist()
-        return DraftedRows(
-            rows=rows,
-            root_ids=self.target_worker.last_token_ids[rows],
-            committed_lens=committed,
-            bounds=bounds or [0] * rows.shape[0],
+        places = self._ops.places(
+            rows, self._tables, self.step_shape.num_slots, self.model_config.context_len - 1
         )
+        return DraftedRows(rows=rows, places=places, bounds=self._bounds(places, bounds))
+
+    def _bounds(self, places: StepPlaces, bounds: list[int] | None) -> list[int]:
+        """Of the committed lengths: themselves where reading the device is free."""
+        if self.device.type == "cpu":
+            return places.lens[0].tolist()
+        return bounds or [0] * places.lens.shape[1]
 
     def draft(self, drafted: DraftedRows) -> DraftTree:
         """See `SpecStep`. Raises NotImplementedError without `captures_draft`."""
@@ -351,11 +361,17 @@ class BaseSpecWorker(ABC):
         self, tree: DraftTree, passed: TargetPass, simulated_drafts: torch.Tensor | None
     ) -> tuple[Verified, torch.Tensor]:
         """See `SpecStep`."""
-        best, is_unusable = checked_argmax(passed.output.next_token_logits)
-        accept = self._accept_equal(tree, best.view(tree.token_ids.shape), simulated_drafts)
-        compaction = self.compaction(accept, passed.slots)
-        verified = Verified(output=passed.output, accept=accept, compaction=compaction)
-        return verified, is_unusable
+        logits, width = passed.output.next_token_logits, tree.token_ids.shape[1]
+        if self.shape.is_chain or width == 1:
+            drafts = simulated_drafts if width > 1 else None
+            accept, report = self._ops.accept_best(logits, tree.token_ids, drafts)
+            compaction = self.compaction(accept, passed.slots)
+        else:
+            best, is_unusable = checked_argmax(logits)
+            accept = self._accept_equal(tree, best.view(tree.token_ids.shape), simulated_drafts)
+            compaction = self.compaction(accept, passed.slots)
+            report = pack_report(accept, is_unusable[compaction.rows].any(dim=1))
+        return Verified(output=passed.output, accept=accept, compaction=compaction), report
 
     def compaction(self, accept: AcceptResult, slots: torch.Tensor) -> Compaction:
         """See `SpecStep`."""
@@ -381,16 +397,10 @@ class BaseSpecWorker(ABC):
         )
         if not self.shape.is_chain:
             runner.token_to_kv_pool.move(compaction.from_slots, compaction.to_slots)
-        path = extend_after_verify(
-            accept, compaction, verified.output.hidden_states, drafted.committed_lens
-        )
+        ends = self._ops.advance(drafted.rows, drafted.committed_lens, accept, self._tables)
+        states = verified.output.hidden_states
+        path = extend_after_verify(accept, compaction, states, drafted.places, ends)
         self._catch_up(drafted, path, verified)
-        self.target_worker.last_token_ids[drafted.rows] = accept.bonus_ids
-        self.committed_lens[drafted.rows] = path.committed_lens
-
-    def reset_row(self, row: int) -> None:
-        """See `SpecStep`."""
-        self.committed_lens[row].zero_()
 
     # -- verification ---------------------------------------------------------------------------
 
@@ -415,22 +425,21 @@ class BaseSpecWorker(ABC):
     def _verify_batch(self, drafted: DraftedRows, tree: DraftTree) -> ForwardBatch:
         runner = self.target_runner
         b, w = tree.token_ids.shape
-        table = runner.req_to_token_pool.req_to_token
-        columns = drafted.committed_lens.unsqueeze(1) + counting(w, self.device)
-        seq_lens = drafted.committed_lens + w
-        mask, positions = None, columns.flatten()
-        if not self.shape.is_chain:
-            mask = tree.is_ancestor
-            positions = tree_positions(tree, drafted.committed_lens)
+        places = drafted.places
+        if self.shape.is_chain:
+            mask, positions = None, places.positions[:, :w].flatten()
+        else:
+            mask, positions = tree.is_ancestor, tree_positions(tree, drafted.committed_lens)
+            positions = positions.clamp(max=self.model_config.context_len - 1)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=b,
             input_ids=tree.token_ids.flatten(),
-            positions=positions.clamp(max=self.model_config.context_len - 1),
+            positions=positions,
             req_pool_indices=drafted.rows,
-            seq_lens=seq_lens,
+            seq_lens=places.lens[w],
             seq_lens_cpu=[bound + w for bound in drafted.bounds],
-            out_cache_loc=table[drafted.rows.unsqueeze(1), columns].flatten().to(torch.int64),
+            out_cache_loc=places.slots[:, :w].flatten(),
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             extend_seq_lens=filled(b, w, self.device),
@@ -544,7 +553,7 @@ class BaseSpecWorker(ABC):
 
     def _packed_result(self, packed: torch.Tensor) -> GenerationBatchResult:
         """packed int64 [b, d + 2]: see `SpecGraphRunner.run_whole`. One copy to the host."""
-        on_host = current_platform().to_host_async(packed)
+        on_host = send_to_host(packed)
         d = packed.shape[1] - 2
         result = GenerationBatchResult(
             next_token_ids=on_host[:, :d],
@@ -567,10 +576,9 @@ class _HostTree:
     """A drafted tree on its way to the host, where grammars are."""
 
     def __init__(self, tree: DraftTree) -> None:
-        platform = current_platform()
-        self._token_ids = platform.to_host_async(tree.token_ids)
-        self._parents = platform.to_host_async(tree.parents.contiguous())
-        self._arrived = platform.event()
+        self._token_ids = send_to_host(tree.token_ids)
+        self._parents = send_to_host(tree.parents)
+        self._arrived = current_platform().event()
         self._arrived.record()
 
     def fill_masks(self, batch: ScheduleBatch, sampling: VerifySampling) -> np.ndarray | None:

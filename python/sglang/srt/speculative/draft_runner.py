@@ -30,7 +30,6 @@ import torch
 
 from sglang.srt.configs.draft_config import stacked_mtp_config
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.dispatch import argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import draw, sampling_probs
 from sglang.srt.mem_cache.memory_pool import KVCache
@@ -44,7 +43,12 @@ from sglang.srt.models.eagle_draft import EagleDraftModel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.acceptance import CoinUse, to_target_vocab
 from sglang.srt.speculative.coins import Coins
-from sglang.srt.speculative.eagle_info import DraftFrontier, DraftTree, EagleExtendInput
+from sglang.srt.speculative.eagle_info import (
+    DraftFrontier,
+    DraftTree,
+    EagleExtendInput,
+    StepPlaces,
+)
 from sglang.srt.speculative.eagle_utils import (
     chain_tree,
     extend_paths,
@@ -52,8 +56,9 @@ from sglang.srt.speculative.eagle_utils import (
     parent_rows,
     select_top_k,
 )
-from sglang.srt.speculative.fixed_tensors import counting, filled
+from sglang.srt.speculative.fixed_tensors import filled
 from sglang.srt.speculative.spec_info import DraftShape
+from sglang.srt.speculative.step_ops import DraftTables, step_ops
 from sglang.srt.speculative.tree_attention import TreeAttention, branch_attention
 
 
@@ -67,16 +72,33 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedRows:
-    """The requests of a decode step, on the device; int64 [b] each.
+    """The requests of a decode step, on the device.
 
-    `committed_lens`: tokens whose KV is there, which is the position of the root. `bounds`: the
-    same or more, on the host (exact where reading the device is free).
+    `rows` int64 [b]: of the request table. `bounds`: their committed lengths or more, on the host
+    (exact where reading the device is free).
     """
 
     rows: torch.Tensor
-    root_ids: torch.Tensor
-    committed_lens: torch.Tensor
+    places: StepPlaces
     bounds: list[int]
+
+    @property
+    def root_ids(self) -> torch.Tensor:
+        """int64 [b]: the last known tokens."""
+        return self.places.root_ids
+
+    @property
+    def committed_lens(self) -> torch.Tensor:
+        """int64 [b]: tokens whose KV is there, which is the position of the root."""
+        return self.places.lens[0]
+
+    def first(self, num_reqs: int) -> DraftedRows:
+        """The first requests of them."""
+        return DraftedRows(
+            rows=self.rows[:num_reqs],
+            places=self.places.first(num_reqs),
+            bounds=self.bounds[:num_reqs],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +117,11 @@ class PromptState:
 class Drafting(ABC):
     """Forward passes of a draft model; see the module docstring."""
 
-    def __init__(self, runner: ModelRunner, shape: DraftShape, max_position: int) -> None:
+    def __init__(self, runner: ModelRunner, shape: DraftShape) -> None:
         self.model_runner = runner
         self.shape = shape
-        self.max_position = max_position  # last position that the models know
         self.device = runner.device
+        self._ops = step_ops(self.device)
 
     @property
     def runners(self) -> tuple[ModelRunner, ...]:
@@ -132,11 +154,8 @@ class Drafting(ABC):
         """
 
     @abstractmethod
-    def after_verify(
-        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
-    ) -> None:
-        """Write the draft's KV of the accepted path. accepted_ids int64 [b, d]: the root and the
-        accepted drafts, as far as accepted."""
+    def after_verify(self, drafted: DraftedRows, path: EagleExtendInput) -> None:
+        """Write the draft's KV of the accepted path."""
 
     @abstractmethod
     def propose(
@@ -145,16 +164,6 @@ class Drafting(ABC):
         """Draft a tree below each root. `coins`: draw the drafts (chains only), else the best."""
 
     # -- shared ---------------------------------------------------------------------------------
-
-    def _slots(self, drafted: DraftedRows, first: int, count: int) -> torch.Tensor:
-        """int64 [b * count]: slots of positions committed + first .. + count of each request."""
-        table = self.model_runner.req_to_token_pool.req_to_token
-        columns = drafted.committed_lens.unsqueeze(1) + counting(first + count, self.device, first)
-        return table[drafted.rows.unsqueeze(1), columns].flatten().to(torch.int64)
-
-    def _clamped(self, positions: torch.Tensor) -> torch.Tensor:
-        # Drafts behind the end of the context are never accepted, but must not break a table.
-        return positions.clamp(max=self.max_position)
 
     def _step_batch(
         self,
@@ -171,19 +180,20 @@ class Drafting(ABC):
         The new tokens have position committed + `position` and slots from `first_slot` on.
         """
         k = 1 if attention is None else attention.tokens_per_req
-        b = drafted.rows.shape[0]
-        positions = drafted.committed_lens + position
+        places, b = drafted.places, drafted.rows.shape[0]
+        positions, slots = places.step_positions[position], places.step_slots[first_slot]
         if k > 1:
             positions = positions.repeat_interleave(k)
+            slots = places.slots[:, first_slot : first_slot + k].flatten()
         lens = [bound + first_slot + k for bound in drafted.bounds]
         common: dict[str, Any] = {
             "batch_size": b,
             "input_ids": token_ids.flatten(),
-            "positions": self._clamped(positions),
+            "positions": positions,
             "req_pool_indices": drafted.rows,
-            "seq_lens": drafted.committed_lens + (first_slot + k),
+            "seq_lens": places.lens[first_slot + k],
             "seq_lens_cpu": lens,
-            "out_cache_loc": self._slots(drafted, first_slot, k),
+            "out_cache_loc": slots,
             "req_to_token_pool": self.model_runner.req_to_token_pool,
             "token_to_kv_pool": self.model_runner.token_to_kv_pool,
             "capture_hidden_mode": CaptureHiddenMode.LAST,
@@ -194,7 +204,7 @@ class Drafting(ABC):
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             extend_seq_lens=filled(b, k, self.device),
-            extend_prefix_lens=drafted.committed_lens + first_slot,
+            extend_prefix_lens=places.lens[first_slot],
             extend_seq_lens_cpu=[k] * b,
             extend_prefix_lens_cpu=[bound + first_slot for bound in drafted.bounds],
             spec_info=attention,
@@ -204,15 +214,14 @@ class Drafting(ABC):
     def _top_k(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(probabilities float32 [r, k], target ids int64 [r, k]) of logits [r, V_d]."""
         probs, ids = torch.softmax(logits.float(), dim=-1).topk(self.shape.topk, dim=-1)
-        return probs, self._to_target(ids)
+        hot = self._hot_token_id
+        return probs, ids if hot is None else hot[ids]
 
-    def _best(self, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [r]: the target id of the largest of logits [r, V_d]."""
-        return self._to_target(argmax(logits))
-
-    def _to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def _hot_token_id(self) -> torch.Tensor | None:
+        """int64 [V_d]: the token that each id of the draft stands for; None: the id itself."""
         model = self.model_runner.model
-        return model.to_target_ids(draft_ids) if isinstance(model, EagleDraftModel) else draft_ids
+        return model.hot_token_id if isinstance(model, EagleDraftModel) else None
 
     def _grow_chain(
         self,
@@ -223,51 +232,25 @@ class Drafting(ABC):
         first_slot: int,
         first_position: int,
     ) -> DraftTree:
-        """The most likely chain that begins with `token_ids`, int64 [b]; else as `_grow`."""
-        tokens = [drafted.root_ids, token_ids]
-        for batch in self._chain_batches(drafted, first_slot, first_position):
-            batch.input_ids, batch.input_hidden_states = tokens[-1], hidden
-            output = self.model_runner.forward(batch)
-            hidden = output.hidden_states if hidden is not None else None
-            tokens.append(self._best(output.next_token_logits))
-        return chain_tree(torch.stack(tokens, dim=1))
+        """The most likely chain that begins with the first two columns of `token_ids`.
 
-    def _chain_batches(
-        self, drafted: DraftedRows, first_slot: int, first_position: int
-    ) -> list[ForwardBatch]:
-        """The draft steps of a chain after its first token, but for what goes into them.
-
-        Worked out for all steps at once: at small batches a step is launches for the most part.
+        int64 [b, w]; the others are written. All else as for `_grow`.
         """
-        num_steps, b = self.shape.num_steps - 1, drafted.rows.shape[0]
-        if num_steps == 0:
-            return []
-        lens = drafted.committed_lens.unsqueeze(0)
-
-        def rising(start: int) -> torch.Tensor:
-            return lens + counting(start + num_steps, self.device, start).unsqueeze(1)
-
-        columns = rising(first_slot)  # [steps, b], as all of these
-        positions = columns if first_position == first_slot else rising(first_position)
-        positions, seq_lens = self._clamped(positions), columns + 1
-        table = self.model_runner.req_to_token_pool.req_to_token
-        slots = table[drafted.rows.unsqueeze(0), columns].to(torch.int64)
-        return [
-            ForwardBatch(
-                forward_mode=ForwardMode.DECODE,
-                batch_size=b,
-                input_ids=drafted.root_ids,
-                positions=positions[step],
-                req_pool_indices=drafted.rows,
-                seq_lens=seq_lens[step],
-                seq_lens_cpu=[bound + first_slot + step + 1 for bound in drafted.bounds],
-                out_cache_loc=slots[step],
-                req_to_token_pool=self.model_runner.req_to_token_pool,
-                token_to_kv_pool=self.model_runner.token_to_kv_pool,
-                capture_hidden_mode=CaptureHiddenMode.LAST,
+        for step in range(self.shape.num_steps - 1):
+            output = self.model_runner.forward(
+                self._step_batch(
+                    drafted,
+                    token_ids[:, step + 1],
+                    hidden,
+                    position=first_position + step,
+                    first_slot=first_slot + step,
+                    attention=None,
+                )
             )
-            for step in range(num_steps)
-        ]
+            hidden = output.hidden_states if hidden is not None else None
+            logits = output.next_token_logits
+            self._ops.write_best(logits, self._hot_token_id, token_ids[:, step + 2])
+        return chain_tree(token_ids)
 
     def _grow(
         self,
@@ -348,27 +331,26 @@ class Drafting(ABC):
         probs = torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
         if info.sampled_rows:
             probs[info.sampled_index] = sampling_probs(logits, info)
-        model = self.model_runner.model
-        hot = model.hot_token_id if isinstance(model, EagleDraftModel) else None
+        hot = self._hot_token_id
         return probs if hot is None else to_target_vocab(probs, hot, info.vocab_size)
 
 
 class EagleDrafting(Drafting):
     """EAGLE, EAGLE3 and MTP drafts."""
 
-    def __init__(
-        self, runner: ModelRunner, shape: DraftShape, max_position: int, *, draws: bool = False
-    ) -> None:
+    def __init__(self, runner: ModelRunner, shape: DraftShape, *, draws: bool = False) -> None:
         """`draws`: drafts will be drawn from the draft's distributions."""
-        super().__init__(runner, shape, max_position)
+        super().__init__(runner, shape)
         rows, k = runner.req_to_token_pool.num_rows, shape.topk
         # The outcome of the last catching up, by row of the request table.
         self._probs = torch.zeros((rows, k), dtype=torch.float32, device=self.device)
-        self._ids = torch.zeros((rows, k), dtype=torch.int64, device=self.device)
         width = self._draft_vocab_size() if draws else 0
         self._logits = torch.zeros((rows, width), dtype=torch.float32, device=self.device)
-        self._hidden = torch.zeros(
-            (rows, runner.model_config.hidden_size), dtype=runner.dtype, device=self.device
+        self._tables = DraftTables(
+            token_ids=torch.zeros((rows, k), dtype=torch.int64, device=self.device),
+            hidden=torch.zeros(
+                (rows, runner.model_config.hidden_size), dtype=runner.dtype, device=self.device
+            ),
         )
 
     def _draft_vocab_size(self) -> int:
@@ -414,45 +396,51 @@ class EagleDrafting(Drafting):
                 hicache_consumer_index=batch.hicache_consumer_index,
             )
         )
-        self._remember(batch.req_pool_indices, output)
+        self._remember(batch.req_pool_indices, output, None)
 
-    def after_verify(
-        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
-    ) -> None:
+    def after_verify(self, drafted: DraftedRows, path: EagleExtendInput) -> None:
         """See the base class: the tokens after each accepted one, with the target's features."""
         batch = catch_up_batch(self, drafted, path, path.token_ids)
         batch.input_hidden_states = path.features
         batch.logits_rows = path.last_rows
-        batch.capture_hidden_mode = CaptureHiddenMode.LAST
-        self._remember(drafted.rows, self.model_runner.forward(batch))
+        # Of all rows: those that count are picked where they are kept.
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        self._remember(drafted.rows, self.model_runner.forward(batch), path.last_rows)
 
-    def _remember(self, rows: torch.Tensor, output: LogitsProcessorOutput) -> None:
-        if output.hidden_states is None:
+    def _remember(
+        self, rows: torch.Tensor, output: LogitsProcessorOutput, state_rows: torch.Tensor | None
+    ) -> None:
+        """`state_rows`: of the hidden states, where they are more than the logits."""
+        logits, states, tables = output.next_token_logits, output.hidden_states, self._tables
+        if states is None:
             raise RuntimeError("the draft returned no hidden states")
         if self.shape.is_chain:
             # Of a single branch the score decides nothing.
-            self._ids[rows, 0] = self._best(output.next_token_logits)
+            self._ops.remember(rows, logits, self._hot_token_id, states, state_rows, tables)
         else:
-            self._probs[rows], self._ids[rows] = self._top_k(output.next_token_logits)
-        self._hidden[rows] = output.hidden_states
+            self._probs[rows], tables.token_ids[rows] = self._top_k(logits)
+            tables.hidden[rows] = states if state_rows is None else states[state_rows]
         if self._logits.shape[1]:
-            self._logits[rows] = output.next_token_logits.float()
+            self._logits[rows] = logits.float()
 
     def propose(
         self, drafted: DraftedRows, coins: Coins | None, info: SamplingBatchInfo | None
     ) -> Drafted:
         """See the base class."""
-        rows = drafted.rows
-        hidden = self._hidden[rows]
+        rows, tables = drafted.rows, self._tables
         if coins is not None and info is not None:
+            logits, hidden = self._logits[rows], tables.hidden[rows]
             return self._draw_chain(
-                drafted, self._logits[rows], hidden, coins, info, first_slot=0, first_position=0
+                drafted, logits, hidden, coins, info, first_slot=0, first_position=0
             )
         if self.shape.is_chain:
-            first = self._ids[:, 0].index_select(0, rows)
-            tree = self._grow_chain(drafted, first, hidden, first_slot=0, first_position=0)
+            token_ids, hidden = self._ops.start_chain(
+                rows, drafted.root_ids, tables, self.shape.num_draft_tokens
+            )
+            tree = self._grow_chain(drafted, token_ids, hidden, first_slot=0, first_position=0)
         else:
-            frontier = select_top_k(0, self._probs[rows], self._ids[rows], None)
+            frontier = select_top_k(0, self._probs[rows], tables.token_ids[rows], None)
+            hidden = tables.hidden[rows]
             tree = self._grow(drafted, frontier, hidden, first_slot=0, first_position=0)
         return Drafted(tree=tree)
 
@@ -493,11 +481,11 @@ class StandaloneDrafting(Drafting):
             )
         )
 
-    def after_verify(
-        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
-    ) -> None:
+    def after_verify(self, drafted: DraftedRows, path: EagleExtendInput) -> None:
         """See the base class: the root and the accepted drafts, no logits wanted."""
-        batch = catch_up_batch(self, drafted, path, accepted_ids.flatten())
+        new_ids = path.token_ids.view(-1, path.tokens_per_req)
+        token_ids = torch.cat([drafted.root_ids.unsqueeze(1), new_ids[:, :-1]], dim=1)
+        batch = catch_up_batch(self, drafted, path, token_ids.flatten())
         batch.logits_rows = torch.empty(0, dtype=torch.int64, device=self.device)
         self.model_runner.forward(batch)
 
@@ -522,8 +510,11 @@ class StandaloneDrafting(Drafting):
             )
         logits = output.next_token_logits
         if self.shape.is_chain:
-            first = self._best(logits)
-            tree = self._grow_chain(drafted, first, None, first_slot=1, first_position=1)
+            roots = drafted.root_ids
+            token_ids = roots.new_empty((len(roots), self.shape.num_draft_tokens))
+            token_ids[:, 0] = roots
+            self._ops.write_best(logits, self._hot_token_id, token_ids[:, 1])
+            tree = self._grow_chain(drafted, token_ids, None, first_slot=1, first_position=1)
         else:
             frontier = select_top_k(0, *self._top_k(logits), None)
             tree = self._grow(drafted, frontier, None, first_slot=1, first_position=1)
@@ -540,9 +531,9 @@ def catch_up_batch(
         forward_mode=ForwardMode.DRAFT_EXTEND,
         batch_size=b,
         input_ids=token_ids,
-        positions=drafting._clamped(path.positions),
+        positions=path.positions,
         req_pool_indices=drafted.rows,
-        seq_lens=drafted.committed_lens + d,
+        seq_lens=drafted.places.lens[d],
         seq_lens_cpu=[bound + d for bound in drafted.bounds],
         out_cache_loc=path.slots,
         req_to_token_pool=runner.req_to_token_pool,

@@ -49,6 +49,33 @@ class DraftTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlaces:
+    """Where the tokens of a decode step go: n of a request, from its committed length on.
+
+    Twice, since passes over all nodes of a request want its places side by side, and a draft step
+    those of all requests.
+    """
+
+    root_ids: torch.Tensor  # int64 [b]: the last known tokens, which take the first place
+    lens: torch.Tensor  # int64 [n + 1, b]: of the sequences up to each place; first the committed
+    positions: torch.Tensor  # int64 [b, n], within what the models know
+    slots: torch.Tensor  # int64 [b, n]
+    step_positions: torch.Tensor  # int64 [n, b]
+    step_slots: torch.Tensor  # int64 [n, b]
+
+    def first(self, num_reqs: int) -> StepPlaces:
+        """Those of the first requests."""
+        return StepPlaces(
+            root_ids=self.root_ids[:num_reqs],
+            lens=self.lens[:, :num_reqs],
+            positions=self.positions[:num_reqs],
+            slots=self.slots[:num_reqs],
+            step_positions=self.step_positions[:, :num_reqs],
+            step_slots=self.step_slots[:, :num_reqs],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptResult:
     """What the target agreed to, at least one token a request.
 
@@ -75,6 +102,14 @@ class Compaction:
     from_slots: torch.Tensor  # int64 [b, d]: KV to be copied ...
     to_slots: torch.Tensor  # int64 [b, d]: ... to here; read all, then write
     is_all_rows: bool = False  # `rows` are all of the b * w, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnds:
+    """Where requests are after a step."""
+
+    committed_lens: torch.Tensor  # int64 [b]: known tokens whose KV the target has
+    last_rows: torch.Tensor  # int64 [b]: the last accepted of each request's d rows, of b * d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ from sglang.srt.speculative.eagle_info import (
     DraftFrontier,
     DraftTree,
     EagleExtendInput,
+    StepEnds,
+    StepPlaces,
 )
 from sglang.srt.speculative.fixed_tensors import block_rows, chain_links, counting
 
@@ -216,24 +218,23 @@ def extend_after_verify(
     accept: AcceptResult,
     compaction: Compaction,
     features: torch.Tensor | None,
-    committed_lens: torch.Tensor,
+    places: StepPlaces,
+    ends: StepEnds,
 ) -> EagleExtendInput:
     """The draft's catching up, d rows a request: a token and the features one position before.
 
-    features [b * w, F]: the target's, of the verification; committed_lens int64 [b] before it.
-    Rows from a request's accept length on are computed and never read.
+    features [b * w, F]: the target's, of the verification at `places`. Rows from a request's
+    accept length on are computed and never read.
     """
-    batch_size, d = accept.output_ids.shape
-    device = committed_lens.device
+    d = accept.output_ids.shape[1]
     if features is not None and not compaction.is_all_rows:
         features = features.index_select(0, compaction.rows.flatten())
-    last_places = block_rows(batch_size, d, 1, device).view(-1) + accept.accept_lens
     return EagleExtendInput(
         tokens_per_req=d,
         token_ids=accept.output_ids.flatten(),
         features=features,
-        positions=(committed_lens.unsqueeze(1) + counting(d, device)).flatten(),
+        positions=places.positions[:, :d].flatten(),
         slots=compaction.to_slots.flatten(),
-        last_rows=last_places - 1,
-        committed_lens=committed_lens + accept.accept_lens,
+        last_rows=ends.last_rows,
+        committed_lens=ends.committed_lens,
     )

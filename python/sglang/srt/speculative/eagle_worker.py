@@ -96,9 +96,7 @@ class DraftModelWorker(BaseSpecWorker):
         return self.drafting.propose(drafted, None, None).tree
 
     def _catch_up(self, drafted: DraftedRows, path: EagleExtendInput, verified: Verified) -> None:
-        roots = drafted.root_ids.unsqueeze(1)
-        accepted = torch.cat([roots, verified.accept.output_ids[:, :-1]], dim=1)
-        self.drafting.after_verify(drafted, path, accepted)
+        self.drafting.after_verify(drafted, path)
 
 
 class EAGLEWorker(DraftModelWorker):

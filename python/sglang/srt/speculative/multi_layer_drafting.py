@@ -77,13 +77,17 @@ class MultiLayerDrafting(Drafting):
     def __init__(
         self, runners: Sequence[ModelRunner], shape: DraftShape, max_position: int
     ) -> None:
-        """Raises ValueError unless there is a layer for each step of a chain."""
+        """`max_position`: the last one that the models know.
+
+        Raises ValueError unless there is a layer for each step of a chain.
+        """
         if not shape.is_chain or len(runners) != shape.num_steps:
             raise ValueError(
                 f"{len(runners)} draft layers make chains of {len(runners)} steps, not "
                 f"{shape.num_steps} steps of top {shape.topk}"
             )
-        super().__init__(runners[0], shape, max_position)
+        super().__init__(runners[0], shape)
+        self._max_position = max_position
         self._runners = tuple(runners)
         self._table = runners[0].req_to_token_pool.req_to_token
         rows, first = self._table.shape[0], runners[0]
@@ -118,9 +122,7 @@ class MultiLayerDrafting(Drafting):
         roots = drafted.root_ids.unsqueeze(1)
         return Drafted(tree=chain_tree(torch.cat([roots, self._ids[drafted.rows]], dim=1)))
 
-    def after_verify(
-        self, drafted: DraftedRows, path: EagleExtendInput, accepted_ids: torch.Tensor
-    ) -> None:
+    def after_verify(self, drafted: DraftedRows, path: EagleExtendInput) -> None:
         """See the base class: every layer, d rows a request and `lead` in front of them."""
         b, d = drafted.rows.shape[0], path.tokens_per_req
         accept_lens = path.committed_lens - drafted.committed_lens
@@ -236,7 +238,8 @@ class MultiLayerDrafting(Drafting):
             forward_mode=mode,
             batch_size=len(num_rows),
             input_ids=window.tokens,
-            positions=self._clamped(window.positions),
+            # Drafts behind the end of the context are never accepted, but must not break a table.
+            positions=window.positions.clamp(max=self._max_position),
             req_pool_indices=rows,
             seq_lens=window.starts + window.lens,
             seq_lens_cpu=[start + count for start, count in zip(window.starts_cpu, num_rows)],

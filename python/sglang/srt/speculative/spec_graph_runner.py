@@ -75,12 +75,7 @@ class Front:
         w = tree.token_ids.shape[1]
         states = passed.output.hidden_states
         return Front(
-            drafted=DraftedRows(
-                rows=drafted.rows[:num_reqs],
-                root_ids=drafted.root_ids[:num_reqs],
-                committed_lens=drafted.committed_lens[:num_reqs],
-                bounds=drafted.bounds[:num_reqs],
-            ),
+            drafted=drafted.first(num_reqs),
             tree=_first_trees(tree, num_reqs),
             passed=TargetPass(
                 output=LogitsProcessorOutput(
@@ -177,8 +172,8 @@ class SpecGraphRunner:
     ) -> torch.Tensor:
         """A greedy step of the requests in these rows, int64 [b] on the host. `tree`: if given.
 
-        Returns int64 [b, d + 2], valid until the next step in stream order: the new tokens, how
-        many of them count, whether the logits on their path hold NaN or +inf (1) or not (0).
+        Returns its report, int64 [b, d + 2] (`step_ops.pack_report`), valid until the next step in
+        stream order.
         `simulated_drafts` int64 [b] on the host where the runner simulates.
         """
         self._fill_rows(rows)
@@ -258,18 +253,10 @@ class SpecGraphRunner:
     def _verified_and_committed(
         self, drafted: DraftedRows, tree: DraftTree, simulated: torch.Tensor | None
     ) -> torch.Tensor:
-        step = self._step
-        passed = step.run_target(drafted, tree)
-        verified, is_unusable = step.accept_argmax(tree, passed, simulated)
-        step.commit(drafted, verified)
-        step.reset_row(self._padding_row)
-        accept, rows = verified.accept, verified.compaction.rows
-        if verified.compaction.is_all_rows:
-            is_bad = is_unusable.view(rows.shape).any(dim=1)
-        else:
-            is_bad = is_unusable[rows].any(dim=1)
-        flags = torch.stack((accept.accept_lens, is_bad.to(torch.int64)), dim=1)
-        return torch.cat((accept.output_ids, flags), dim=1)
+        passed = self._step.run_target(drafted, tree)
+        verified, report = self._step.accept_argmax(tree, passed, simulated)
+        self._step.commit(drafted, verified)
+        return report
 
     def _front(self, size: int) -> Front:
         drafted = self._step.drafted_at(self._rows[:size])
@@ -315,7 +302,6 @@ class SpecGraphRunner:
         verified = Verified(output=passed.output, accept=accept, compaction=compaction)
         # Nothing has changed these rows since the draft.
         self._step.commit(self._step.drafted_at(self._rows[:size]), verified)
-        self._step.reset_row(self._padding_row)
 
     # -- capture --------------------------------------------------------------------------------
 

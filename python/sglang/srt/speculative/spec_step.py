@@ -59,7 +59,8 @@ class SpecStep(Protocol):
     ) -> tuple[Verified, torch.Tensor]:
         """Accept what the target finds most likely, of logits as they are.
 
-        Also bool [b * w]: rows with NaN or +inf. `simulated_drafts`: see `accept_simulated`.
+        Also the step's report, see `step_ops.pack_report`. `simulated_drafts`: see
+        `accept_simulated`.
         """
         ...
 
@@ -68,9 +69,8 @@ class SpecStep(Protocol):
         ...
 
     def commit(self, drafted: DraftedRows, verified: Verified) -> None:
-        """Make the accepted paths part of their requests: KV, draft KV, lengths, roots."""
-        ...
+        """Make the accepted paths part of their requests: KV, draft KV, lengths, roots.
 
-    def reset_row(self, row: int) -> None:
-        """Make a row that belongs to no request empty."""
+        The padding row stays empty.
+        """
         ...

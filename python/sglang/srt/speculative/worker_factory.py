@@ -204,11 +204,10 @@ def _make_draft_model_worker(
         raise ModelConfigError(f"{settings.algorithm.name} needs a draft model")
     target = target_worker.model_runner
     runners = _draft_runners(settings, plan, target, runner_config)
-    max_position = target.model_config.context_len - 1
     traits = settings.algorithm.traits
     drafting: Drafting
     if traits.features is DraftFeatures.NONE:
-        drafting = StandaloneDrafting(runners[0], settings.shape, max_position)
+        drafting = StandaloneDrafting(runners[0], settings.shape)
         return _worker_class(settings)(
             target_worker, drafting, settings.rule, CaptureHiddenMode.NULL
         )
@@ -217,10 +216,11 @@ def _make_draft_model_worker(
         target_model: LanguageModel = target.model
         target_model.set_eagle3_layers_to_capture(layers)
     if settings.multi_layer:
+        max_position = target.model_config.context_len - 1
         drafting = MultiLayerDrafting(runners, settings.shape, max_position)
     else:
         drafting = EagleDrafting(
-            runners[0], settings.shape, max_position, draws=settings.rule.use_rejection_sampling
+            runners[0], settings.shape, draws=settings.rule.use_rejection_sampling
         )
     return _worker_class(settings)(target_worker, drafting, settings.rule, CaptureHiddenMode.FULL)
 

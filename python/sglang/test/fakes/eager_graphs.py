@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from sglang.srt.platforms.cpu import CpuPlatform
+from sglang.srt.layers.dispatch import TorchOps
 from sglang.srt.speculative import spec_graph_runner
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec_graph_runner, "capture", capture)
     monkeypatch.setattr(spec_graph_runner, "capturing", _nothing)
     monkeypatch.setattr(spec_graph_runner, "products_of", _nothing)
-    monkeypatch.setattr(CpuPlatform, "to_host_async", lambda self, tensor: tensor.clone())
+    monkeypatch.setattr(TorchOps, "send_to_host", lambda self, x: x.clone())
 
 
 def _clone(value: Any) -> Any:

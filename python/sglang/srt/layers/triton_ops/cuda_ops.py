@@ -15,8 +15,9 @@ from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.gemv import gemv
 from sglang.srt.layers.triton_ops.host_write import write_to_host
 from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
-from sglang.srt.layers.triton_ops.norm import add_rms_norm, rms_norm
+from sglang.srt.layers.triton_ops.norm import add_rms_norm, norms_side_by_side, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
+from sglang.srt.layers.triton_ops.rows import add_rows, take_rows
 from sglang.srt.layers.triton_ops.skinny import is_worthwhile, skinny
 
 
@@ -54,6 +55,16 @@ class CudaOps:
         weight_offset: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return add_rms_norm(x, residual, weight, eps, weight_offset), residual
+
+    def norms_side_by_side(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x_weight: torch.Tensor,
+        y_weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norms_side_by_side(x, y, x_weight, y_weight, eps)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return gate_and_mul(x, gelu_tanh=False)
@@ -105,6 +116,12 @@ class CudaOps:
 
     def checked_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return argmax_rows(x)
+
+    def take_rows(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return take_rows(table, rows)
+
+    def add_rows(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        add_rows(x, y, out)
 
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         return write_to_host(x)

@@ -55,6 +55,82 @@ def _rms_norm_kernel(
     tl.store(out + row * width + column, (normed * factors).to(values.dtype), mask=inside)
 
 
+@triton.jit
+def _two_norms_kernel(
+    x: tl.tensor,
+    y: tl.tensor,
+    x_weight: tl.tensor,
+    y_weight: tl.tensor,
+    out: tl.tensor,
+    copy: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    y_stride: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Grid: (rows, 2), x and y. `out` [n, 2 * width] and `copy` are contiguous."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    is_second = tl.program_id(1) == 1
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    if is_second:
+        factors = tl.load(y_weight + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        factors = tl.load(x_weight + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if is_second:
+        values = tl.load(y + row * y_stride + column, mask=inside, other=0.0)
+        tl.store(copy + row * width + column, values, mask=inside)
+    else:
+        values = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    normed = (wide * scale).to(values.dtype).to(tl.float32)
+    place = (2 * row + tl.program_id(1)) * width + column
+    tl.store(out + place, (normed * factors).to(values.dtype), mask=inside)
+
+
+def norms_side_by_side(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    x_weight: torch.Tensor,
+    y_weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.norms_side_by_side`; rows may be strided."""
+    num_rows, width = x.shape
+    if x.stride(-1) != 1 or y.stride(-1) != 1 or y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError("two tensors of one kind with contiguous rows are needed")
+    out = torch.empty((num_rows, 2 * width), dtype=x.dtype, device=x.device)
+    copy = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out, copy
+    block = triton.next_power_of_2(width)
+    early = launch_early(x.device, num_rows)
+    _two_norms_kernel[(num_rows, 2)](
+        x,
+        y,
+        x_weight,
+        y_weight,
+        out,
+        copy,
+        width,
+        x.stride(0),
+        y.stride(0),
+        eps,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=min(max(block // 512, 1), 16),
+        **({"launch_pdl": True} if early else {}),
+    )
+    return out, copy
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
 ) -> torch.Tensor:

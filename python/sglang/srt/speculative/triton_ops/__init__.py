@@ -1,0 +1,1 @@
+"""Triton kernels of speculation; imported by name: Triton is not installed everywhere."""
