@@ -86,6 +86,27 @@ def test_scheduler_gauges_have_the_names_and_labels_of_dashboards(registry: Any)
     assert registry.get_sample_value("sglang:num_running_reqs", SCHEDULER_KEYS) == 0
 
 
+def test_pools_beside_that_of_full_kv_show_where_there_are_some(registry: Any) -> None:
+    metrics = SchedulerMetrics(SCHEDULER, registry)
+    sample = registry.get_sample_value
+    assert sample("sglang:swa_token_usage", SCHEDULER_KEYS) is None
+    metrics.log_side_pool("swa", used=5, evictable=7, total=20)
+    metrics.log_side_pool("mamba", used=1, evictable=0, total=4)
+    metrics.log_side_pool("mamba", used=2, evictable=1, total=4)
+    values = {
+        "swa_token_usage": 0.25,
+        "swa_used_tokens": 5,
+        "swa_evictable_tokens": 7,
+        "swa_total_tokens": 20,
+        "mamba_usage": 0.5,
+        "mamba_used_states": 2,
+        "mamba_evictable_states": 1,
+        "mamba_total_states": 4,
+    }
+    for name, value in values.items():
+        assert sample(f"sglang:{name}", SCHEDULER_KEYS) == value
+
+
 def test_scheduler_counters_and_constants(registry: Any) -> None:
     metrics = SchedulerMetrics(SCHEDULER, registry)
     metrics.count_prefill(7, 3)

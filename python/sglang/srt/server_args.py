@@ -12,8 +12,6 @@ import argparse
 import dataclasses
 import logging
 import os
-import shutil
-import tempfile
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from sglang.srt.server_args_fields import LEGACY_FLAGS, CliArg, ServerArgsFields
 from sglang.srt.server_args_validation import normalize, validate
 from sglang.srt.utils.liveness import LivenessCounter
 from sglang.srt.utils.network import NetworkAddress, get_free_ports
+from sglang.srt.utils.owned_folder import make_owned_folder, remove_owned_folder
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +236,7 @@ class PortArgs:
     @classmethod
     def init_new(cls, server_args: ServerArgs) -> PortArgs:
         """Make the folder of sockets and counters, and choose free addresses."""
-        ipc_dir = tempfile.mkdtemp(prefix="sglang-ipc-")
+        ipc_dir = make_owned_folder("sglang-ipc-")
         names = ["tokenizer", "detokenizer"]
         names += [f"scheduler{rank}" for rank in range(server_args.dp_size)]
         addresses = _channel_addresses(ipc_dir, names)
@@ -254,7 +253,7 @@ class PortArgs:
 
     def remove_files(self) -> None:
         """Delete sockets and counters. Called by the launcher after the processes ended."""
-        shutil.rmtree(self.ipc_dir, ignore_errors=True)
+        remove_owned_folder(self.ipc_dir)
 
 
 def _channel_addresses(ipc_dir: str, names: list[str]) -> list[str]:

@@ -1,8 +1,9 @@
 """What follows from the values of `ServerArgs`: derived defaults first, refusals second.
 
-`normalize` fills every "auto" that can be decided without reading the model; the scheduler fills
-the rest (pool sizes). `validate` raises ValueError with one sentence that names the flag; it is
-called at construction and again when processes are started, because the object is mutable.
+`normalize` fills every "auto" that can be decided without reading the model's weights; the
+scheduler fills the rest (pool sizes). `validate` raises ValueError with one sentence that names the
+flag; it is called at construction and again when processes are started, because the object is
+mutable.
 Features that this release does not have are rows of `NOT_BUILT`; building one removes its row.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from sglang.srt.configs.draft_config import default_mtp_steps
 from sglang.srt.environ import envs
 from sglang.srt.observability.metrics import parse_token_buckets
 from sglang.srt.server_args_fields import (
@@ -328,7 +330,10 @@ def _normalize_speculation(args: ServerArgsFields) -> None:
     if args.enable_multi_layer_eagle and args.speculative_eagle_topk is None:
         args.speculative_eagle_topk = 1
         if args.speculative_num_steps is None and args.speculative_num_draft_tokens is None:
-            args.speculative_num_steps = _DEFAULT_DRAFT_SHAPES["NEXTN"][0]
+            args.speculative_num_steps = default_mtp_steps(
+                args.speculative_draft_model_path or args.model_path,
+                _DEFAULT_DRAFT_SHAPES["NEXTN"][0],
+            )
     if args.speculative_num_steps is None and algorithm in _DEFAULT_DRAFT_SHAPES:
         _require(
             args.speculative_eagle_topk is None and args.speculative_num_draft_tokens is None,

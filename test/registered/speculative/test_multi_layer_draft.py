@@ -273,6 +273,17 @@ def test_layers_have_kv_of_their_own_in_one_pool(noise: TinyPair) -> None:
         assert not torch.equal(stacked[0], stacked[1])
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_single_step_is_that_of_an_ordinary_draft(noise: TinyPair, overlap: bool) -> None:
+    answers = []
+    for flags in ((), (MULTI,)):
+        with serve(noise, "NEXTN", *flags, num_steps=1, overlap=overlap) as served:
+            answers.append(run_all(served, PROMPTS, 12))
+            worker = worker_of(served)
+            assert isinstance(worker, DraftModelWorker) and len(worker.draft_runner_list) == 1
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "options", "reason"),
     [

@@ -80,7 +80,15 @@ def test_the_path_of_the_draft_may_be_left_out(
     [
         (0, {"speculative_algorithm": "NEXTN"}, "has no layers.*must name a draft"),
         (0, {"speculative_algorithm": "EAGLE"}, "has no layers.*must name a draft"),
-        (1, {"speculative_algorithm": "NEXTN", "enable_multi_layer_eagle": True}, "at most 1"),
+        (
+            1,
+            {
+                "speculative_algorithm": "NEXTN",
+                "enable_multi_layer_eagle": True,
+                "speculative_num_steps": 3,
+            },
+            "1 layer that predicts .*at most 1",
+        ),
     ],
 )
 def test_a_missing_layer_is_noticed_before_anything_starts(

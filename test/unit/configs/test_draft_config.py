@@ -12,12 +12,16 @@ from sglang.srt.configs.draft_config import (
     DRAFT_ARCHITECTURES,
     EAGLE3_ARCHITECTURE,
     EAGLE_ARCHITECTURE,
+    MIMO_MTP_ARCHITECTURE,
     NEXTN_ARCHITECTURE,
     EagleDraftConfig,
     HeadSource,
     as_eagle_draft,
+    check_draft_kind,
+    default_mtp_steps,
     is_mtp_draft,
     mtp_layer_config,
+    mtp_layer_configs,
     num_mtp_layers,
     published_mtp_layer,
     read_draft_config,
@@ -26,14 +30,19 @@ from sglang.srt.configs.draft_config import (
 )
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.models.registry import DRAFT_CLASSES, resolve_model_class
+from sglang.srt.server_args import ServerArgs
 from sglang.test.fakes.tiny_drafts import make_tiny_draft, tiny_draft_config
-from sglang.test.fakes.tiny_models import tiny_config
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config
 
 NUM_TARGET_LAYERS = 8
 
 
-def target_config(**overrides: Any) -> ModelConfig:
-    raw = tiny_config("llama", num_hidden_layers=NUM_TARGET_LAYERS, **overrides)
+# Draft -> the family of its target, where it does not go with all.
+FAMILY_OF = {NEXTN_ARCHITECTURE: "deepseek_v3", MIMO_MTP_ARCHITECTURE: "mimo"}
+
+
+def target_config(family: str = "llama", **overrides: Any) -> ModelConfig:
+    raw = tiny_config(family, num_hidden_layers=NUM_TARGET_LAYERS, **overrides)
     return ModelConfig.from_dict(raw)
 
 
@@ -122,7 +131,44 @@ def test_ordinary_names_are_read_as_drafts() -> None:
 
 @pytest.mark.parametrize("architecture", DRAFT_ARCHITECTURES)
 def test_fitting_draft_has_no_reason_against_it(architecture: str) -> None:
-    assert why_draft_does_not_fit(draft_config(architecture), target_config(), 2) is None
+    target = target_config(FAMILY_OF.get(architecture, "llama"))
+    assert why_draft_does_not_fit(draft_config(architecture), target, 2) is None
+
+
+@pytest.mark.parametrize("architecture", list(FAMILY_OF))
+def test_a_layer_of_another_family_is_refused_whatever_its_sizes(architecture: str) -> None:
+    found = why_draft_does_not_fit(draft_config(architecture), target_config("gemma3"))
+    assert found is not None and re.search(r"a layer of .*the target is Gemma3ForCausalLM", found)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "architecture", "kind"),
+    [
+        ("EAGLE3", EAGLE_ARCHITECTURE, "EAGLE "),
+        ("EAGLE3", NEXTN_ARCHITECTURE, "EAGLE "),
+        ("EAGLE", EAGLE3_ARCHITECTURE, "EAGLE3 "),
+    ],
+)
+def test_a_draft_of_another_kind_than_the_algorithm_is_refused(
+    algorithm: str, architecture: str, kind: str
+) -> None:
+    with pytest.raises(ModelConfigError, match=f"{algorithm}: .* is a draft for {kind}"):
+        check_draft_kind(draft_config(architecture), algorithm)
+    check_draft_kind(draft_config(architecture), kind.strip())
+
+
+def test_the_usual_number_of_steps_is_that_of_the_layers(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    assert default_mtp_steps(str(folder), 3) == 1
+    flags: dict[str, Any] = {
+        "speculative_algorithm": "NEXTN",
+        "enable_multi_layer_eagle": True,
+    }
+    args = ServerArgs(model_path=str(folder), device="cpu", **flags)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (1, 2)
+    assert default_mtp_steps(str(tmp_path / "absent"), 3) == 3
+    with pytest.raises(ModelConfigError, match="has 1 layer that predicts .* at most 1, not 3"):
+        mtp_layer_configs(as_eagle_draft(ModelConfig.from_path(str(folder))), 3)
 
 
 @pytest.mark.parametrize(

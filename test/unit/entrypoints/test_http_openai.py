@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from sglang.srt.entrypoints.openai.serving_base import (
@@ -319,6 +318,8 @@ def test_tokenize_and_back(http: HttpFront) -> None:
 
 
 def test_openai_client(http: HttpFront) -> None:
+    import openai  # takes seconds: only by the worker that runs this
+
     http.scheduler.script = say("hi!")
     client = openai.OpenAI(base_url=http.url + "/v1", api_key="None", max_retries=0)
     answer = client.chat.completions.create(model="m", messages=HELLO, max_tokens=9)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sglang.srt.configs.model_config import ModelConfigError, read_rope_config
+from sglang.srt.configs.model_config import ModelConfig, ModelConfigError, read_rope_config
 from sglang.srt.layers.dispatch import CpuFloat32Ops, Ops, TorchOps
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, build_cos_sin_table
+from sglang.test.fakes.tiny_models import tiny_config
 
 # (rope keys of config.json, max_position_embeddings, head_dim)
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -104,6 +104,9 @@ def reference_table(
     raw: dict[str, Any], max_position: int, head_dim: int, num_positions: int
 ) -> torch.Tensor:
     """float32 [num_positions, head_dim]: cosines, then sines."""
+    from transformers import LlamaConfig  # takes seconds: only by the worker that runs this
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     config = LlamaConfig(
         hidden_size=head_dim * 2,
         num_attention_heads=2,
@@ -126,6 +129,31 @@ def test_table_equals_reference(name: str) -> None:
     # An angle of 4096 rad carries a float32 rounding of about 2e-4.
     torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(ours[:256], expected[:256], atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+@pytest.mark.parametrize("original", [None, 128])
+def test_gemma_table_equals_reference(kind: str, original: int | None) -> None:
+    from transformers import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+    scaled: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e6, "factor": 4.0}
+    if kind == "llama3":
+        scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if original is not None:
+        scaled["original_max_position_embeddings"] = original
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    raw = tiny_config("gemma3", rope_scaling=None, head_dim=16)
+    raw["rope_parameters"] = {"full_attention": scaled, "sliding_attention": local}
+    config = ModelConfig.from_dict(raw)
+    rotary = Gemma3RotaryEmbedding(Gemma3TextConfig(**copy.deepcopy(raw)))
+    length = config.max_position_embeddings
+    for ours, name in ((config.rope, "full_attention"), (config.local_rope, "sliding_attention")):
+        assert ours is not None
+        cos, sin = rotary(torch.zeros(1), torch.arange(length)[None], name)
+        expected = torch.cat((cos[0, :, :8], sin[0, :, :8]), dim=1)
+        table = build_cos_sin_table(ours, 16, length, length)
+        torch.testing.assert_close(table, expected, atol=1e-4, rtol=0)
 
 
 def test_rope_parameters_layout_means_the_same() -> None:

@@ -90,6 +90,22 @@ def node_ending(engine: HiCacheEngine, num_tokens: int) -> TreeNode:
     raise AssertionError(f"no node ends at {num_tokens}")
 
 
+def test_usage_counts_states_of_requests_and_snapshots() -> None:
+    engine = engine_over()
+    rows = engine.tree.req_to_token_pool
+    engine.run(prompt(6))
+    engine.settle()
+    pool = engine.tree.side_pools()["mamba"]
+    assert (pool.total, pool.used) == (12 + rows.size, 0) and pool.evictable > 0
+    req = HiReq(rid="r", origin_input_ids=prompt(6))
+    assert engine.admit(req)
+    busy = engine.tree.side_pools()["mamba"]
+    # Its own state, and the snapshot that it begins with.
+    assert (busy.used, busy.evictable) == (2, pool.evictable - 1)
+    engine.finish(req)
+    assert engine.tree.side_pools()["mamba"].used == 0
+
+
 # -- through storage ------------------------------------------------------------------------------
 
 

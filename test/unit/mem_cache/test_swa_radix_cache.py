@@ -123,6 +123,8 @@ def test_a_lock_holds_one_window_and_not_the_prompt_before_it() -> None:
     tree = tree_of(engine)
     assert tree.protected_size() == 30
     assert (tree.swa_protected_size(), tree.swa_evictable_size()) == (5, 25)
+    [(name, pool)] = tree.side_pools().items()
+    assert (name, pool.total, pool.used, pool.evictable) == ("swa", 64, 5, 25)
     assert drop_rows(engine, 64) == 25
     assert engine.extend(req, 2)
     engine.finish(req)

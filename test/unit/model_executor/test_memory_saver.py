@@ -108,11 +108,12 @@ def test_all_means_all_that_there_is_to_do() -> None:
     assert saver.release(None) == {"weights", "cuda_graph"}
 
 
-def test_without_the_flag_nothing_happens() -> None:
+def test_without_the_flag_nothing_happens_but_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     saver = MemorySaver()
     target, _ = make_models()
     address = next(target.parameters()).data_ptr()
     saver.adopt_weights(target, keeps_content=False)
     assert saver.kv_allocator() is None
     assert saver.release(None) == saver.release(None) == saver.resume(None) == set()
+    assert sum("needs --enable-memory-saver" in message for message in caplog.messages) == 2
     assert next(target.parameters()).data_ptr() == address and saver.may_step

@@ -111,6 +111,26 @@ def test_missing_extra_and_misshapen_tensors_are_named_in_one_message(tmp_path: 
     assert "model.norm.weight: expected (60,), got (61,)" in message
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("load_format", ["safetensors", "pt"])
+def test_quantised_tensors_are_refused_although_they_could_be_copied(
+    tmp_path: Path, dtype: torch.dtype, load_format: str
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    edit(folder, model__norm__weight=torch.ones(60).to(dtype))
+    if load_format == "pt":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    with pytest.raises(WeightLoadError, match=f"cannot be used .*model.norm.weight.*got {dtype}"):
+        load(folder, load_format)
+
+
+def test_wider_and_narrower_floats_are_loaded(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        edit(folder, model__norm__weight=torch.full((60,), 0.5, dtype=dtype))
+        assert values(load(folder))["model.norm.weight"].eq(0.5).all()
+
+
 def test_refused_update_from_disk_writes_nothing(tmp_path: Path) -> None:
     model = load(make_tiny_checkpoint(tmp_path / "old"))
     before = values(model)

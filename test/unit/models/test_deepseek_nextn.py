@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from sglang.srt.configs.draft_config import (
@@ -23,7 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.weight_names import CheckpointNames, assign
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.model_loader.weight_utils import SafetensorsCheckpoint
-from sglang.srt.models.base import LanguageModel
+from sglang.srt.models.base import LanguageModel, WeightLoadError
 from sglang.srt.models.deepseek_nextn import DeepseekV3ForCausalLMNextN
 from sglang.test.fakes.mini_runner import MiniRunner
 from sglang.test.fakes.tiny_drafts import add_tiny_nextn_layer
@@ -152,6 +152,37 @@ def test_names_go_there_and_back(draft: DeepseekV3ForCausalLMNextN) -> None:
     for name in draft.weight_table():
         published = draft.published_name(name)
         assert published.startswith(PREFIX) and draft.plain_name(published) == name
+
+
+def test_a_layer_that_was_promised_and_not_saved_is_named(tmp_path: Path) -> None:
+    root = make_tiny_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    config = ModelConfig.from_path(str(root))
+    with pytest.raises(WeightLoadError, match=f"not in the files .*{PREFIX[:-1]}, which predicts"):
+        load_model(read_draft_config(str(root), config), show_progress=False)
+
+
+def test_problems_have_the_names_of_the_files(tmp_path: Path) -> None:
+    root = add_tiny_nextn_layer(make_tiny_checkpoint(tmp_path, "deepseek_v3"))
+    path = root / "model-mtp.safetensors"
+    stored = load_file(str(path))
+    bias = stored.pop(f"{PREFIX}mlp.gate.e_score_correction_bias")
+    stored[f"{PREFIX}mlp.surplus.weight"] = bias.clone()
+    stored[f"{PREFIX}shared_head.norm.weight"] = torch.zeros(HIDDEN + 1)
+    save_file(stored, str(path))
+    with pytest.raises(WeightLoadError) as error:
+        load_model(read_draft_config(str(root), ModelConfig.from_path(str(root))))
+    message = str(error.value)
+    assert f"missing tensors (1): {PREFIX}mlp.gate.e_score_correction_bias" in message
+    assert f"unexpected tensors (1): {PREFIX}mlp.surplus.weight" in message
+    assert f"{PREFIX}shared_head.norm.weight: expected (60,), got (61,)" in message
+
+
+def test_without_a_named_way_of_routing_it_has_the_targets(tmp_path: Path) -> None:
+    silent: dict[str, Any] = {"topk_method": None, "scoring_func": None}
+    root = add_tiny_nextn_layer(make_tiny_checkpoint(tmp_path, "deepseek_v3", **silent))
+    config = ModelConfig.from_path(str(root))
+    load_model(config, show_progress=False)
+    load_model(read_draft_config(str(root), config), show_progress=False)
 
 
 def test_updates_reach_the_layer_and_nobody_misses_it(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
@@ -24,6 +23,17 @@ def load(folder: Path) -> LlamaForCausalLM:
     model = load_model(ModelConfig.from_path(str(folder)), show_progress=False)
     assert isinstance(model, LlamaForCausalLM)
     return model
+
+
+def reference_states(folder: Path, **options: str) -> tuple[torch.Tensor, ...]:
+    """Of the prompt: the embeddings, then what each layer gives, float32 [1, tokens, hidden]."""
+    from transformers import AutoModelForCausalLM  # takes seconds: only by who runs this
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    with torch.inference_mode():
+        states = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    assert states is not None
+    return tuple(states)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next"])
@@ -113,9 +123,7 @@ def test_captured_streams_are_the_reference_hidden_states(
     model.set_eagle3_layers_to_capture(layer_ids)
     runner = MiniRunner(model)
     output = runner.extend([runner.new_request()], [PROMPT], capture=CaptureHiddenMode.FULL)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    expected = reference_states(folder)
     # Captured in layer order, whatever the order they were asked for.
     wanted = torch.cat([expected[layer_id][0] for layer_id in sorted(layer_ids)], dim=-1)
     assert output.hidden_states is not None
@@ -131,9 +139,7 @@ def test_every_family_captures_the_usual_layers(tmp_path: Path, family: str) -> 
     output = runner.extend([runner.new_request()], [PROMPT], capture=CaptureHiddenMode.FULL)
     has_experts = family in ("qwen3_moe", "qwen3_next")
     kind = {"experts_implementation": "eager"} if has_experts else {}
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kind)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    expected = reference_states(folder, **kind)
     # Of five layers the early, middle and late one are all the third: it comes three times.
     assert output.hidden_states is not None
     wanted = torch.cat([expected[2][0]] * 3, dim=-1)
@@ -164,7 +170,7 @@ def test_without_capture_mode_no_stream_is_kept(
     model = load(make_tiny_checkpoint(tmp_path))
     model.set_eagle3_layers_to_capture([0, 1, 2])
     runner = MiniRunner(model)
-    monkeypatch.setattr("sglang.srt.models.llama._residual_stream", None)
+    monkeypatch.setattr("sglang.srt.models.llama.add_rows", None)
     assert runner.extend([runner.new_request()], [PROMPT]).hidden_states is None
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils.network import get_free_port
@@ -33,6 +31,9 @@ class _Engine:
 
 
 def _train(rank: int, port: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     split = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
@@ -50,6 +51,9 @@ def _run(pipe: Connection, *arguments: Any) -> None:
 
 
 def test_each_rank_gets_its_own_copy_and_split_tensors_whole() -> None:
+    # Takes seconds: once, before the fork, and only in the worker that runs this.
+    import torch.distributed.tensor  # noqa: F401
+
     context = multiprocessing.get_context("fork")
     port = get_free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]

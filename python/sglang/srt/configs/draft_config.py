@@ -256,9 +256,7 @@ def mtp_layer_config(config: ModelConfig, layer: int) -> ModelConfig:
     """
     count = num_mtp_layers(config)
     if not 0 <= layer < count:
-        raise ModelConfigError(
-            f"{config.model_path} has {count} layers that predict further tokens, not {layer + 1}"
-        )
+        raise ModelConfigError(f"{config.model_path} has {_mtp_layers(count)}, not {layer + 1}")
     return replace(
         config,
         num_hidden_layers=1,
@@ -280,10 +278,40 @@ def mtp_layer_configs(config: ModelConfig, num_steps: int) -> tuple[ModelConfig,
     count = num_mtp_layers(config)
     if num_steps > count:
         raise ModelConfigError(
-            f"--enable-multi-layer-eagle: {config.model_path} has {count} layers that predict "
-            f"further tokens, --speculative-num-steps can be at most {count}, not {num_steps}"
+            f"--enable-multi-layer-eagle: {config.model_path} has {_mtp_layers(count)}, "
+            f"--speculative-num-steps can be at most {count}, not {num_steps}"
         )
     return tuple(mtp_layer_config(config, layer) for layer in range(num_steps))
+
+
+def _mtp_layers(count: int) -> str:
+    layers = "layer that predicts" if count == 1 else "layers that predict"
+    return f"{count} {layers} further tokens"
+
+
+def default_mtp_steps(model_path: str, most: int) -> int:
+    """Steps of a chain with a layer each, where nobody says how many: `most` at most.
+
+    A folder that cannot be a draft gives `most`: whoever opens it for good says why.
+    """
+    try:
+        config = as_eagle_draft(ModelConfig.from_path(model_path))
+    except ModelConfigError:
+        return most
+    return min(most, num_mtp_layers(config)) if is_mtp_draft(config) else most
+
+
+def check_draft_kind(config: ModelConfig, algorithm: str) -> None:
+    """Raise ModelConfigError where a draft is of another kind than the algorithm has.
+
+    EAGLE-3 reads inner layers of its target and has a vocabulary of its own; the others do not.
+    """
+    is_eagle3 = read_eagle_config(config).is_eagle3
+    if is_eagle3 != (algorithm == "EAGLE3"):
+        raise ModelConfigError(
+            f"--speculative-algorithm {algorithm}: {config.model_path} is a draft for "
+            f"{'EAGLE3' if is_eagle3 else 'EAGLE'} ({', '.join(config.architectures)})"
+        )
 
 
 def check_own_draft(config: ModelConfig) -> None:
@@ -352,7 +380,22 @@ def why_draft_does_not_fit(draft: ModelConfig, target: ModelConfig, tp_size: int
         draft.get_num_kv_heads(tp_size)
     except ModelConfigError as error:
         return str(error)
-    return _shape_mismatch(draft, eagle, target) or _attention_problem(draft, target)
+    return (
+        _family_mismatch(draft, target)
+        or _shape_mismatch(draft, eagle, target)
+        or _attention_problem(draft, target)
+    )
+
+
+def _family_mismatch(draft: ModelConfig, target: ModelConfig) -> str | None:
+    """Layers that predict further tokens were trained with one model, and go with its family."""
+    fitting = [a for a, mtp in _MTP_ARCHITECTURES.items() if mtp in draft.architectures]
+    if not fitting or any(name in fitting for name in target.architectures):
+        return None
+    return (
+        f"it is a layer of {' or '.join(fitting)}, "
+        f"the target is {', '.join(target.architectures) or 'of no known architecture'}"
+    )
 
 
 def _shape_mismatch(draft: ModelConfig, eagle: EagleDraftConfig, target: ModelConfig) -> str | None:

@@ -12,7 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang.srt.configs.config_error import ModelConfigError
+
 _DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "head_dim": 256,
@@ -22,6 +28,8 @@ _DEFAULTS: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
 }
+# Kinds of scaling whose frequencies do not depend on the length before it.
+_FREE_OF_ORIGINAL_LENGTH = ("linear", "dynamic")
 # What the family can state and this server does not compute.
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
@@ -29,14 +37,15 @@ _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidire
 def normalize_gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `hidden_act`, `layer_types`, `rope_parameters` and `local_rope_parameters` set.
 
-    Raises ValueError for a feature that is not supported.
+    Raises ModelConfigError for a feature that is not supported.
     """
     for name in _UNSUPPORTED:
         if raw.get(name):
-            raise ValueError(f"config.json: {name!r} is not supported for Gemma 3")
+            raise ModelConfigError(f"config.json: {name!r} is not supported for Gemma 3")
     config = {**raw}
     for name, value in _DEFAULTS.items():
-        if config.get(name) is None:
+        # A window that is null on purpose is not the usual one.
+        if config.get(name) is None and (name != "sliding_window" or name not in raw):
             config[name] = value
     config["hidden_act"] = config["hidden_activation"]
     if config.get("layer_types") is None:
@@ -53,10 +62,27 @@ def normalize_gemma3(raw: Mapping[str, Any]) -> dict[str, Any]:
     overall.update(config.pop("rope_scaling", None) or {})
     overall.setdefault("rope_theta", config["rope_theta"])
     local.setdefault("rope_theta", config["rope_local_base_freq"])
-    factor = overall.get("factor")
-    if factor is not None:
-        # The files state the length after scaling.
+    factor, kind = overall.get("factor"), overall.get("rope_type", overall.get("type"))
+    if factor is not None and kind in _FREE_OF_ORIGINAL_LENGTH:
+        # The files state the length after scaling. Of the others (YaRN, Llama 3) this length is a
+        # parameter: where it is absent, it is the stated one, as in every family.
         length = int(config["max_position_embeddings"] / float(factor))
         overall.setdefault("original_max_position_embeddings", length)
     config["rope_parameters"], config["local_rope_parameters"] = overall, local
     return config
+
+
+def normalize_gemma3_with_vision(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a model of text and images that reads text, as `normalize_gemma3` gives it.
+
+    What the file says of the whole (stop ids, dtype) goes before what it says of the part.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ModelConfigError("config.json: 'text_config' must be an object")
+    whole = {
+        name: value
+        for name, value in raw.items()
+        if value is not None and name not in ("text_config", "vision_config")
+    }
+    return normalize_gemma3({**text, **whole})

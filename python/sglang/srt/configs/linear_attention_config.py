@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.configs.config_error import ModelConfigError
+from sglang.srt.configs.layer_kinds import LINEAR
+
 _DEFAULT_INTERVAL = 4
 
 
@@ -47,18 +50,16 @@ class LinearAttentionConfig:
 
 
 def read_linear_attention(raw: Mapping[str, Any], num_layers: int) -> LinearAttentionConfig | None:
-    """The sizes; None for a model without. Raises ValueError for sizes that make no sense."""
+    """The sizes; None for a model without. Raises ModelConfigError for sizes that make no sense."""
     if raw.get("linear_num_value_heads") is None:
         return None
-    kinds = raw.get("layer_types")
+    kinds = raw.get("layer_types")  # checked by `layer_kinds`
     if kinds is None:
         # Every so many layers one attends to all tokens.
         interval = int(raw.get("full_attention_interval") or _DEFAULT_INTERVAL)
         is_linear = [(layer_id + 1) % interval != 0 for layer_id in range(num_layers)]
     else:
-        is_linear = [kind == "linear_attention" for kind in kinds]
-    if len(is_linear) != num_layers:
-        raise ValueError(f"layer_types has {len(is_linear)} entries for {num_layers} layers")
+        is_linear = [kind == LINEAR for kind in kinds]
     sizes = LinearAttentionConfig(
         layer_ids=tuple(layer_id for layer_id, yes in enumerate(is_linear) if yes),
         num_key_heads=int(raw["linear_num_key_heads"]),
@@ -69,7 +70,7 @@ def read_linear_attention(raw: Mapping[str, Any], num_layers: int) -> LinearAtte
     )
     numbers = (sizes.num_key_heads, sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
     if min(numbers) < 1 or sizes.num_value_heads % sizes.num_key_heads or sizes.conv_kernel < 2:
-        raise ValueError(f"sizes of linear attention that do not fit: {sizes}")
+        raise ModelConfigError(f"sizes of linear attention that do not fit: {sizes}")
     if not sizes.layer_ids or len(sizes.layer_ids) == num_layers:
-        raise ValueError("linear attention needs layers of both kinds")
+        raise ModelConfigError("linear attention needs layers of both kinds")
     return sizes

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.gemma3_config import normalize_gemma3
+from sglang.srt.configs.config_error import ModelConfigError
+from sglang.srt.configs.gemma3_config import normalize_gemma3, normalize_gemma3_with_vision
+from sglang.srt.configs.layer_kinds import check_layer_types, read_sliding_windows
 from sglang.srt.configs.linear_attention_config import (
     LinearAttentionConfig,
     read_linear_attention,
 )
+from sglang.srt.configs.routing_config import RoutingRule, read_routing_rule
 from sglang.srt.environ import envs
 from sglang.srt.utils.gguf_file import open_gguf
 
@@ -48,6 +51,7 @@ SUPPORTED_ARCHITECTURES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
     "LlamaForCausalLM",
     "MiMoForCausalLM",
     "Qwen2ForCausalLM",
@@ -59,12 +63,9 @@ SUPPORTED_ARCHITECTURES = (
 
 # Families whose files say things their own way: `model_type` -> the same in the common keys.
 _NORMALIZERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "gemma3": normalize_gemma3_with_vision,
     "gemma3_text": normalize_gemma3,
 }
-
-
-class ModelConfigError(ValueError):
-    """The checkpoint's configuration is missing, malformed, or contradicts the flags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,8 @@ class ModelConfig:
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    # Choice of experts where it is more than the best of a softmax.
+    routing: RoutingRule | None = None
     # Rotation in layers with a window, where it is another than in the others.
     local_rope: RopeConfig | None = None
     # Attention scores are divided by its root; None: by that of the head size.
@@ -226,9 +229,13 @@ class ModelConfig:
         normalize = _NORMALIZERS.get(str(raw.get("model_type", "")))
         if normalize is not None:
             raw = normalize(raw)
+        _check_is_one_model(raw)
+        _check_is_unquantized(raw)
+        _check_experts(raw)
         num_layers = _need_int(raw, "num_hidden_layers")
         num_heads = _need_int(raw, "num_attention_heads")
         hidden_size = _need_int(raw, "hidden_size")
+        check_layer_types(raw, num_layers)
         max_position = _need_int(raw, "max_position_embeddings")
         rope = read_rope_config(raw)
         model_context_len = derive_context_len(max_position, rope)
@@ -262,13 +269,14 @@ class ModelConfig:
             | _token_ids((generation_config or {}).get("eos_token_id")),
             bos_token_id=_first_id(raw.get("bos_token_id")),
             pad_token_id=_first_id(raw.get("pad_token_id")),
-            sliding_windows=_sliding_windows(raw, num_layers),
+            sliding_windows=read_sliding_windows(raw, num_layers),
             num_experts=int(raw.get("num_experts") or raw.get("num_local_experts") or 0),
             num_experts_per_tok=int(raw.get("num_experts_per_tok") or 0),
             moe_intermediate_size=int(raw.get("moe_intermediate_size") or 0),
             norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
             decoder_sparse_step=int(raw.get("decoder_sparse_step") or 1),
             mlp_only_layers=tuple(raw.get("mlp_only_layers") or ()),
+            routing=read_routing_rule(raw),
             local_rope=_local_rope(raw),
             query_pre_attn_scalar=_optional_float(raw.get("query_pre_attn_scalar")),
             mla=mla,
@@ -516,6 +524,37 @@ def _need_int(raw: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _check_experts(raw: Mapping[str, Any]) -> None:
+    num_experts = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
+    num_chosen = int(raw.get("num_experts_per_tok") or 0)
+    if num_experts and not 1 <= num_chosen <= num_experts:
+        raise ModelConfigError(
+            f"config.json: cannot choose {num_chosen} experts (num_experts_per_tok) among "
+            f"{num_experts}"
+        )
+
+
+def _check_is_one_model(raw: Mapping[str, Any]) -> None:
+    """Models of text and more keep their sizes in sections; of most, none is read here."""
+    if raw.get("num_hidden_layers") is None and isinstance(raw.get("text_config"), Mapping):
+        asked = ", ".join(raw.get("architectures") or ()) or str(raw.get("model_type"))
+        raise ModelConfigError(
+            f"model architecture not supported: {asked} (text and more in one); "
+            f"supported ones: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+
+
+def _check_is_unquantized(raw: Mapping[str, Any]) -> None:
+    stated = raw.get("quantization_config") or raw.get("compression_config")
+    if not stated:
+        return
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    raise ModelConfigError(
+        f"config.json: {str(method or 'quantized').upper()} weights (quantization_config) are not "
+        "supported; where the files hold plain ones, remove that key"
+    )
+
+
 def _token_ids(value: Any) -> frozenset[int]:
     if value is None:
         return frozenset()
@@ -526,16 +565,3 @@ def _first_id(value: Any) -> int | None:
     if isinstance(value, list):
         return value[0] if value else None
     return value
-
-
-def _sliding_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Window of each layer. Families that carry a switch (`use_sliding_window`) obey it."""
-    window = raw.get("sliding_window")
-    if not window or raw.get("use_sliding_window") is False:
-        return (None,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        # Only Qwen-style files count layers from which the window starts.
-        first = int(raw.get("max_window_layers") or 0)
-        return tuple(int(window) if i >= first else None for i in range(num_layers))
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)

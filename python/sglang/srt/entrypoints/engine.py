@@ -133,6 +133,7 @@ class Engine(EngineWeights, EngineBase):
         session_id: str | None = None,
         *,
         cache_salt: str | None = None,
+        extra_key: str | list[str | None] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]] | Iterator[dict[str, Any]]:
         """Generate for one prompt (a dict) or a batch (a list of dicts).
 
@@ -174,6 +175,7 @@ class Engine(EngineWeights, EngineBase):
         session_id: str | None = None,
         *,
         cache_salt: str | None = None,
+        extra_key: str | list[str | None] | None = None,
     ) -> dict[str, Any] | list[dict[str, Any]] | AsyncIterator[dict[str, Any]]:
         """As `generate`, on the caller's loop; `stream` gives an asynchronous generator."""
         request = _request(locals())

@@ -7,7 +7,9 @@ processes. Called by the launcher in the parent process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from sglang.srt.configs.draft_config import as_eagle_draft, check_own_draft, mtp_layer_configs
@@ -18,6 +20,22 @@ from sglang.srt.configs.model_config import (
 )
 from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
+
+# (what a model may have, whether it does, settings about that)
+_OF_SOME_MODELS: tuple[tuple[str, Callable[[ModelConfig], bool], tuple[str, ...]], ...] = (
+    (
+        "pool of its own for layers with a window",
+        lambda config: config.mixed_window is not None,
+        ("swa_full_tokens_ratio", "disable_hybrid_swa_memory"),
+    ),
+    (
+        "layers with recurrent states",
+        lambda config: config.linear_attention is not None,
+        ("mamba_full_memory_ratio", "max_mamba_cache_size", "mamba_track_interval"),
+    ),
+)
+_DEFAULTS = {spec.name: spec.default for spec in fields(ServerArgs)}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_PATTERNS = ("*.safetensors", "*.gguf", "pytorch_model*.bin", "model*.pt", "*.index.json")
 
@@ -51,12 +69,22 @@ def _check_config(args: ServerArgs) -> None:
         device=args.device,
     )
     check_architecture(config.architectures)
+    _warn_of_other_families(args, config)
     _check_own_draft(args, config)
     try:
         config.get_num_attention_heads(args.tp_size)
         config.get_num_kv_heads(args.tp_size)
     except ModelConfigError as error:
         raise ModelConfigError(f"--tp-size {args.tp_size} does not fit: {error}.") from error
+
+
+def _warn_of_other_families(args: ServerArgs, config: ModelConfig) -> None:
+    """Say which settings have no effect, because the model lacks what they are about."""
+    for kind, has, names in _OF_SOME_MODELS:
+        given = [name for name in names if getattr(args, name) != _DEFAULTS[name]]
+        if given and not has(config):
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            logger.warning("%s: no effect, %s has no %s", flags, args.model_path, kind)
 
 
 def _check_own_draft(args: ServerArgs, config: ModelConfig) -> None:

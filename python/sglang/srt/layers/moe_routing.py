@@ -10,32 +10,9 @@ choice, node-limited routing).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRule:
-    """How `choose_experts` chooses.
-
-    Experts lie in `num_groups` groups of equal size; only those of the best `num_chosen_groups`
-    groups can be chosen. `uses_bias` is V3's rule: scores are sigmoids, a bias is added for the
-    choice, and a group is as good as the sum of its best two. Else scores are a softmax, and a
-    group is as good as its best expert. `normalize`: the chosen weights sum up to one before they
-    are multiplied by `scale`.
-    """
-
-    top_k: int
-    num_groups: int
-    num_chosen_groups: int
-    uses_bias: bool
-    normalize: bool
-    scale: float
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.num_chosen_groups <= self.num_groups:
-            raise ValueError(f"cannot choose {self.num_chosen_groups} of {self.num_groups} groups")
+from sglang.srt.configs.routing_config import RoutingRule
 
 
 def choose_experts(

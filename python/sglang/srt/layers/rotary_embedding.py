@@ -31,7 +31,12 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         rotary_dim = int(head_dim * rope.partial_rotary_factor)
-        table = build_cos_sin_table(rope, rotary_dim, max_position_embeddings, num_positions)
+        if torch.get_default_device().type == "meta":
+            # Only the shape is asked for. PyTorch computes a range without values in Python and
+            # loads its compiler for that, which takes seconds.
+            table = torch.empty(num_positions, rotary_dim, dtype=torch.float32)
+        else:
+            table = build_cos_sin_table(rope, rotary_dim, max_position_embeddings, num_positions)
         # float32 [num_positions, rotary_dim]: cosines, then sines. No checkpoint holds it.
         self.cos_sin: torch.Tensor
         self.register_buffer("cos_sin", table, persistent=False)

@@ -218,6 +218,10 @@ class SchedulerReports:
                 hicache_host_total_tokens=host_total,
             )
         )
+        for name, pool in self.tree_cache.side_pools().items():
+            self.metrics.log_side_pool(
+                name, used=pool.used, evictable=pool.evictable, total=pool.total
+            )
 
     def _host_tokens(self) -> tuple[int, int]:
         """(used, all) tokens of the host KV pool; zeros without one."""

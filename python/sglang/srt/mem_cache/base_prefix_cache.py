@@ -27,7 +27,9 @@ import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.backend_opening import BackendOpening, OpeningState
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.page_key import PageHash, RadixKey, TokenIds
 from sglang.srt.mem_cache.state_snapshots import PrefillSpan, StatePlan, StateSnapshots
@@ -204,6 +206,20 @@ class LoadBackResult:
     last_node: TreeNode | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolUsage:
+    """Slots of a pool beside the one of full KV: free ones, and what the tree could give up."""
+
+    total: int
+    available: int
+    evictable: int
+
+    @property
+    def used(self) -> int:
+        """What requests hold: neither free nor merely cached."""
+        return self.total - self.available - self.evictable
+
+
 class BasePrefixCache(ABC):
     """A cache of token prefixes over one slot allocator. Scheduler thread only."""
 
@@ -283,6 +299,19 @@ class BasePrefixCache(ABC):
     def swa_protected_size(self) -> int:
         """Return window rows in the tree that locks hold."""
         return 0
+
+    def side_pools(self) -> dict[str, PoolUsage]:
+        """Return the device pools that a model has beside that of full KV, by the part's name."""
+        windows = self._swa_allocator
+        if windows is None:
+            return {}
+        return {
+            "swa": PoolUsage(
+                total=windows.size_swa,
+                available=windows.available_swa_size(),
+                evictable=self.swa_evictable_size(),
+            )
+        }
 
     def total_size(self) -> int:
         """Return device tokens in the tree."""
@@ -440,7 +469,21 @@ class BasePrefixCache(ABC):
         """Go on under these weights (the old ones where the update failed)."""
         self.set_weights_fingerprint(fingerprint)
 
-    def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
+    def open_storage_backend(self, **config: Any) -> BackendOpening:
+        """Begin to make a backend in a thread; ``attach_storage_backend`` attaches it."""
+
+        def refuse() -> HiCacheStorage:
+            raise ValueError("hierarchical cache is not enabled")
+
+        return BackendOpening("no storage", refuse)
+
+    def opening_state(self, opening: BackendOpening) -> OpeningState:
+        """How it ended on all ranks, FAILED if on one; OPENING until it has on every one."""
+        return opening.state
+
+    def attach_storage_backend(
+        self, opened: BackendOpening | None = None, **config: Any
+    ) -> tuple[bool, str]:
         """Attach storage at run time; (success, message)."""
         return False, "hierarchical cache is not enabled"
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.base_prefix_cache import CacheableReq, CacheInitParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheableReq, CacheInitParams, PoolUsage
 from sglang.srt.mem_cache.state_snapshots import (
     OWN_STATE,
     PrefillSpan,
@@ -63,6 +63,16 @@ class MambaRadixCache(UnifiedRadixCache):
         states = self.components[ComponentType.MAMBA]
         assert isinstance(states, MambaComponent)
         return states
+
+    def side_pools(self) -> dict[str, PoolUsage]:
+        """See ``BasePrefixCache``: states of running requests, one a row, and snapshots."""
+        rows, snapshots = self.req_to_token_pool, self._states.allocator
+        states = PoolUsage(
+            total=rows.size + snapshots.size,
+            available=rows.available_size() + snapshots.available_size(),
+            evictable=self._states.evictable_size,
+        )
+        return {**super().side_pools(), "mamba": states}
 
     # -- what the forward pass is to keep -------------------------------------------------------
 

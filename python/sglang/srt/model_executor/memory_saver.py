@@ -142,6 +142,8 @@ class MemorySaver:
                     held.backup = held.region.buffer.to("cpu", copy=True)
                 held.region.release()
             self.released.add(tag)
+        if not self.enabled:
+            logger.warning("No memory is released: that needs --enable-memory-saver at the start")
         logger.info("Released the memory of %s", ", ".join(wanted) or "nothing")
         return set(wanted)
 

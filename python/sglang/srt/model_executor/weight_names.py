@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sglang.srt.model_executor.weight_receive import TensorSpec
-from sglang.srt.models.base import LanguageModel, WeightLoadError, WeightProblems
+from sglang.srt.models.base import LanguageModel, WeightLoadError, WeightProblems, is_of_wrong_kind
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -76,10 +76,6 @@ class CheckpointNames:
 
     def check(self, named: NamedTensors) -> None:
         self.problems(named, complete=False).raise_if_any("the update")
-        for name, tensor in named:
-            for part, _ in self._model.split_weight(name, tensor):
-                if part in self._table:
-                    _check_kind(name, tensor, self._table[part].target)
 
     def problems(self, infos: NamedTensors, complete: bool) -> WeightProblems:
         """As `LanguageModel.check_weights`."""
@@ -260,5 +256,5 @@ def _model_load_weights_direct(
 
 
 def _check_kind(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    if tensor.is_floating_point() != target.is_floating_point():
+    if is_of_wrong_kind(tensor, target):
         raise WeightLoadError(f"{name}: expected values like {target.dtype}, got {tensor.dtype}")

@@ -36,6 +36,22 @@ class CheckpointError(ValueError):
     """The files are absent, unreadable, or of a format that is not supported."""
 
 
+# Types of safetensors as torch calls them. What is not listed is packed: no torch type means it.
+_SAFETENSORS_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "BOOL": torch.bool,
+}
+_PACKED = torch.uint8
+
 IsWanted = Callable[[str], bool]
 
 
@@ -52,7 +68,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tensor_infos(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor of that shape) where only the shape means anything."""
+        """Yield (name, tensor of that shape and type) where only these mean anything."""
 
     @abstractmethod
     def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,8 +99,9 @@ class SafetensorsCheckpoint(Checkpoint):
         for path in self.files:
             with _open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    shape = file.get_slice(name).get_shape()
-                    yield name, torch.empty(shape, device="meta")
+                    stored = file.get_slice(name)
+                    dtype = _SAFETENSORS_TYPES.get(stored.get_dtype(), _PACKED)
+                    yield name, torch.empty(stored.get_shape(), dtype=dtype, device="meta")
 
     def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
@@ -100,7 +117,7 @@ class TorchCheckpoint(Checkpoint):
     def tensor_infos(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
             for name, tensor in self._read(path).items():
-                yield name, torch.empty(tensor.shape, device="meta")
+                yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
@@ -124,7 +141,7 @@ class GgufCheckpoint(Checkpoint):
     def tensor_infos(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:
             for name, shape in gguf_tensor_shapes(path).items():
-                yield name, torch.empty(shape, device="meta")
+                yield name, torch.empty(shape, dtype=torch.float32, device="meta")
 
     def tensors(self, is_wanted: IsWanted = _every) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self.files:

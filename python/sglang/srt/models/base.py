@@ -37,20 +37,33 @@ class WeightProblems:
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)  # "name: expected ..., got ..."
     missing: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)  # whole parts, in place of their tensors
+    wrong_kind: list[str] = field(default_factory=list)  # "name: expected ..., got ..."
 
     def raise_if_any(self, source: str) -> None:
         """Raise WeightLoadError listing everything; `source` says what was being loaded."""
         parts = [
             f"{label} ({len(names)}): {', '.join(names)}"
             for label, names in (
+                ("not in the files", self.absent),
                 ("missing tensors", self.missing),
                 ("unexpected tensors", self.unexpected),
                 ("tensors of the wrong shape", self.misshaped),
+                ("tensors of a type that cannot be used", self.wrong_kind),
             )
             if names
         ]
         if parts:
             raise WeightLoadError(f"{source} does not fit the model: {'; '.join(parts)}")
+
+
+def is_of_wrong_kind(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the values of `tensor` are not what `target` holds, whatever their shape.
+
+    Quantised values mean something only together with their scales: copying would be no error.
+    """
+    is_plain = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+    return is_plain != target.is_floating_point()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +135,10 @@ class LanguageModel(nn.Module):
         """
         yield name, tensor
 
+    def published_name(self, name: str) -> str:
+        """What a tensor of the table is called in the files, for messages."""
+        return name
+
     def is_foreign_weight(self, name: str) -> bool:
         """Whether a tensor, by its name in the files, is another model's: not to be read."""
         return False
@@ -147,7 +164,7 @@ class LanguageModel(nn.Module):
         complete: bool,
         table: Mapping[str, WeightSlot] | None = None,
     ) -> WeightProblems:
-        """Compare names and shapes without reading or writing a value.
+        """Compare names, shapes and types without reading or writing a value.
 
         `infos` may hold meta tensors. With `complete`, every tensor of the table must occur.
         `table`: what `weight_table` gave just now, for callers that have it.
@@ -157,15 +174,20 @@ class LanguageModel(nn.Module):
         seen: set[str] = set()
         for name, tensor in self._named_parts(infos):
             slot = table.get(name)
+            published = self.published_name(name)
             if slot is None:
-                problems.unexpected.append(name)
+                problems.unexpected.append(published)
             elif tuple(tensor.shape) != slot.full_shape:
                 problems.misshaped.append(
-                    f"{name}: expected {slot.full_shape}, got {tuple(tensor.shape)}"
+                    f"{published}: expected {slot.full_shape}, got {tuple(tensor.shape)}"
+                )
+            elif is_of_wrong_kind(tensor, slot.target):
+                problems.wrong_kind.append(
+                    f"{published}: expected values like {slot.target.dtype}, got {tensor.dtype}"
                 )
             seen.add(name)
         if complete:
-            problems.missing = [name for name in table if name not in seen]
+            problems.missing = [self.published_name(n) for n in table if n not in seen]
         return problems
 
     def load_weights(
@@ -185,12 +207,12 @@ class LanguageModel(nn.Module):
         for name, tensor in self._named_parts(weights):
             slot = table.get(name)
             if slot is None:
-                problems.unexpected.append(name)
+                problems.unexpected.append(self.published_name(name))
                 continue
             try:
                 slot.write(tensor)
             except ValueError as error:
-                problems.misshaped.append(f"{name}: {error}")
+                problems.misshaped.append(f"{self.published_name(name)}: {error}")
                 continue
             loaded.add(name)
         problems.raise_if_any("the set of weights")

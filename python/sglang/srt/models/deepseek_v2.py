@@ -21,7 +21,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.layers.mla import LatentAttention
 from sglang.srt.layers.moe import FusedExperts, unfuse_expert_weight
-from sglang.srt.layers.moe_routing import RoutingRule, choose_experts
+from sglang.srt.layers.moe_routing import choose_experts
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot, new_parameter
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -139,31 +139,6 @@ class Router(WeightOwner):
         return slots
 
 
-def read_routing_rule(config: ModelConfig) -> RoutingRule:
-    """The router's rule in a config. Raises ModelConfigError for one that is not known."""
-    raw = config.hf_config
-    is_v3 = "DeepseekV3ForCausalLM" in config.architectures
-    method = raw.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
-        raise ModelConfigError(f"topk_method {method!r} is not supported")
-    uses_bias = method == "noaux_tc"
-    scoring = raw.get("scoring_func") or ("sigmoid" if uses_bias else "softmax")
-    if scoring != ("sigmoid" if uses_bias else "softmax"):
-        raise ModelConfigError(f"scoring_func {scoring!r} does not go with topk_method {method!r}")
-    is_grouped = method != "greedy"
-    scale = float(raw.get("routed_scaling_factor") or 1.0)
-    if config.norm_topk_prob and not uses_bias:
-        scale = 1.0  # V2's weights are either normalized or scaled
-    return RoutingRule(
-        top_k=int(config.num_experts_per_tok),
-        num_groups=int(raw.get("n_group") or 1) if is_grouped else 1,
-        num_chosen_groups=int(raw.get("topk_group") or 1) if is_grouped else 1,
-        uses_bias=uses_bias,
-        normalize=config.norm_topk_prob,
-        scale=scale,
-    )
-
-
 class DeepseekMoE(nn.Module):
     """Routed experts beside the shared ones, which are one MLP of their joint width."""
 
@@ -172,7 +147,9 @@ class DeepseekMoE(nn.Module):
         raw = config.hf_config
         num_experts, width = int(raw["n_routed_experts"]), config.moe_intermediate_size
         num_shared = int(raw.get("n_shared_experts") or 0)
-        self._rule = read_routing_rule(config)
+        if config.routing is None:
+            raise ModelConfigError("config.json lacks the number of experts: n_routed_experts")
+        self._rule = config.routing
         self.gate = Router(config.hidden_size, num_experts, self._rule.uses_bias)
         self.experts = FusedExperts(num_experts, config.hidden_size, width, config.hidden_act)
         self.shared_experts = (

@@ -125,7 +125,9 @@ class EagleDraftModel(LanguageModel):
         if unused:
             logger.info("Not read from the draft, shared weights are used instead: %s", unused)
         problems = super().check_weights(infos, complete, table)
-        problems.missing = [n for n in problems.missing if not self.is_optional_weight(n)]
+        problems.missing = [
+            name for name in problems.missing if not self.is_optional_weight(self.plain_name(name))
+        ]
         return problems
 
     def _find_weight(self, name: str) -> torch.Tensor | None:

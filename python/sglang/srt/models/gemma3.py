@@ -9,6 +9,8 @@ Source: Gemma 3 Technical Report (arXiv 2503.19786), section 2, and the publishe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -26,6 +28,8 @@ from sglang.srt.models.llama import (
 
 # Checkpoints hold the norms' weights less one.
 _NORM_OFFSET = 1.0
+# Tensors that only images need.
+_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 
 
 def _norm(config: ModelConfig) -> RMSNorm:
@@ -90,4 +94,24 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
     is_plain = False
 
 
-ENTRY_CLASSES = (Gemma3ForCausalLM,)
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text model in the files of one that also reads images, whose tensors are left there."""
+
+    def split_weight(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().split_weight(_plain_name(name), tensor)
+
+    def is_foreign_weight(self, name: str) -> bool:
+        return name.removeprefix("model.").startswith(_VISION_PREFIXES)
+
+    def _find_weight(self, name: str) -> torch.Tensor | None:
+        return super()._find_weight(_plain_name(name))
+
+
+def _plain_name(name: str) -> str:
+    """A published name, of either of two layouts, as it is of a model of text only."""
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")
+
+
+ENTRY_CLASSES = (Gemma3ForCausalLM, Gemma3ForConditionalGeneration)

@@ -12,7 +12,7 @@ Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,9 @@ from sglang.srt.layers.layernorm import RMSNorm, norms_side_by_side
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
+from sglang.srt.layers.weight_slot import WeightSlot
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.base import WeightProblems
 from sglang.srt.models.eagle_draft import EagleDraftModel
 
 
@@ -96,6 +98,19 @@ class MtpDraftModel(EagleDraftModel):
 
     def split_weight(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield self.plain_name(name), tensor
+
+    def check_weights(
+        self,
+        infos: Iterable[tuple[str, torch.Tensor]],
+        complete: bool,
+        table: Mapping[str, WeightSlot] | None = None,
+    ) -> WeightProblems:
+        infos = list(infos)
+        if complete and all(self.is_foreign_weight(name) for name, _ in infos):
+            # The usual case of configurations that promise a layer which was not saved.
+            layer = self._prefix.removesuffix(".")
+            return WeightProblems(absent=[f"{layer}, which predicts one token further (NextN)"])
+        return super().check_weights(infos, complete, table)
 
     def published_name(self, name: str) -> str:
         """The inverse of `plain_name`."""

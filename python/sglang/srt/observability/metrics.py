@@ -180,6 +180,10 @@ class SchedulerLabels:
         return {**labels, **(self.extra or {})}
 
 
+# Pool -> (its gauge of used / all, in what it is counted).
+_SIDE_POOLS = {"swa": ("swa_token_usage", "tokens"), "mamba": ("mamba_usage", "states")}
+
+
 class SchedulerMetrics:
     """Gauges and counters of one scheduler. Scheduler thread only."""
 
@@ -191,6 +195,7 @@ class SchedulerMetrics:
             spec.name: make.gauge(spec.name, _doc(spec.name)).labels(**self._labels)
             for spec in fields(SchedulerStats)
         }
+        self._side_gauges: dict[str, Gauge] = {}
         self._retracted = [
             make.counter(name, _doc(name)).labels(**self._labels)
             for name in (
@@ -219,6 +224,9 @@ class SchedulerMetrics:
                 ("storage_read_seconds", "Seconds in which storage was read."),
                 ("storage_write_bytes", "Bytes of KV handed to storage."),
                 ("storage_write_seconds", "Seconds in which storage was written."),
+                ("storage_io_errors", "Calls and transfers of storage that failed."),
+                ("storage_outages", "Times that storage went away."),
+                ("storage_dropped_pages", "Pages that were to be written to storage and were not."),
             )
         }
         self._weight_load = make.gauge(
@@ -233,6 +241,24 @@ class SchedulerMetrics:
                 source = "token_usage" if name == "full_token_usage" else "num_used_tokens"
                 value = getattr(stats, source)
             gauge.set(value)
+
+    def log_side_pool(self, name: str, *, used: int, evictable: int, total: int) -> None:
+        """Show the present state of a pool beside that of full KV; only models with one have it.
+
+        `name`: swa (rows of window layers, in tokens) or mamba (recurrent states).
+        """
+        share, unit = _SIDE_POOLS[name]
+        values = {
+            share: used / total,
+            f"{name}_used_{unit}": used,
+            f"{name}_evictable_{unit}": evictable,
+            f"{name}_total_{unit}": total,
+        }
+        for gauge_name, value in values.items():
+            if gauge_name not in self._side_gauges:
+                gauge = self._make.gauge(gauge_name, _doc(gauge_name))
+                self._side_gauges[gauge_name] = gauge.labels(**self._labels)
+            self._side_gauges[gauge_name].set(value)
 
     def set_constants(self, constants: SchedulerConstants) -> None:
         """Show the sizes of the pools. Called once."""

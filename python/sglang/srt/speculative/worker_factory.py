@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from sglang.srt.configs.draft_config import (
+    check_draft_kind,
     check_own_draft,
     is_mtp_draft,
     mtp_layer_configs,
@@ -83,6 +84,11 @@ class SpecSettings:
     ngram: NgramOptions | None = None  # NGRAM only
     ngram_corpus: NgramCorpus | None = None
 
+    @property
+    def has_several_layers(self) -> bool:
+        """Whether steps differ in their layer. A single step drafts as with any other draft."""
+        return self.multi_layer and self.shape.num_steps > 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan:
@@ -119,6 +125,7 @@ def plan_draft(
         config = _read_standalone_config(path, target)
     else:
         config = read_draft_config(path, target, tp_size=tp_size)
+        check_draft_kind(config, settings.algorithm.name)
         if path == target.model_path:
             check_own_draft(config)
     configs: tuple[ModelConfig, ...] = (config,)
@@ -174,7 +181,7 @@ def draft_positions(settings: SpecSettings) -> int:
     """Columns that proposals may touch behind the context, with one step in flight."""
     shape = settings.shape
     slots = max(shape.num_draft_tokens, 1 + shape.topk * (shape.num_steps - 1))
-    if settings.multi_layer:
+    if settings.has_several_layers:
         slots = shape.max_accept_len + shape.num_steps
     return shape.max_accept_len + slots
 
@@ -215,7 +222,7 @@ def _make_draft_model_worker(
     if layers is not None:
         target_model: LanguageModel = target.model
         target_model.set_eagle3_layers_to_capture(layers)
-    if settings.multi_layer:
+    if settings.has_several_layers:
         max_position = target.model_config.context_len - 1
         drafting = MultiLayerDrafting(runners, settings.shape, max_position)
     else:
