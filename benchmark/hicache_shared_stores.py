@@ -78,8 +78,7 @@ class MooncakeCalls(PlainCalls):
         super().__init__(store, pool)
         assert isinstance(store, MooncakeStore)
         self._client = store._client
-        base = np.frombuffer(pool.memory_blocks()[0], dtype=np.uint8).ctypes.data
-        self._addresses = [base + page * pool.bytes_per_page for page in range(pool.page_num)]
+        self._addresses, _ = pool.get_page_buffer_meta(torch.arange(pool.size))
 
     def _place(self, names: Sequence[str], first: int) -> tuple[list[str], list[int], list[int]]:
         addresses = self._addresses[first : first + len(names)]
@@ -161,7 +160,8 @@ class _Bench:
         started = time.perf_counter()
         for first in range(0, self.pool.page_num, batch):
             move(first, min(batch, self.pool.page_num - first))
-        return self.pool.memory.num_bytes / (time.perf_counter() - started) / 1e6
+        num_bytes = self.pool.page_num * self.pool.bytes_per_page
+        return num_bytes / (time.perf_counter() - started) / 1e6
 
     def ours(self) -> tuple[float, float]:
         """Write and read all pages once through the backend; MB/s of both."""

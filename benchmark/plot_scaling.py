@@ -9,7 +9,7 @@ matplotlib (`pip install 'sglang-hispec[bench]'`).
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,19 +284,40 @@ def draw_costs(axis: Any, work: Workload) -> None:
     axis.legend(fontsize=8)
 
 
-def main() -> None:
+def at_least(least: float, most: float = float("inf")) -> Callable[[str], float]:
+    """A parser of numbers within bounds."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not least <= value <= most:
+            bounds = f"at least {least:g}" if most == float("inf") else f"{least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not {bounds}")
+        return value
+
+    return parse
+
+
+def picture_path(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--png", type=Path, help="file for the picture")
-    parser.add_argument("--prompt-len", type=int, default=Workload().prompt_len)
-    parser.add_argument("--output-len", type=int, default=Workload().output_len)
-    parser.add_argument("--reusable", type=float, default=Workload().reusable)
-    parser.add_argument("--mean-gap", type=float, default=Workload().mean_gap_s, help="seconds")
-    args = parser.parse_args()
+    parser.add_argument("--png", type=picture_path, help="file for the picture")
+    parser.add_argument("--prompt-len", type=at_least(1), default=Workload().prompt_len)
+    parser.add_argument("--output-len", type=at_least(0), default=Workload().output_len)
+    parser.add_argument("--reusable", type=at_least(0, 1), default=Workload().reusable)
+    gap = Workload().mean_gap_s
+    parser.add_argument("--mean-gap", type=at_least(0.001), default=gap, help="seconds")
+    args = parser.parse_args(arguments)
     work = Workload(
-        prompt_len=args.prompt_len,
-        output_len=args.output_len,
+        prompt_len=round(args.prompt_len),
+        output_len=round(args.output_len),
         reusable=args.reusable,
         mean_gap_s=args.mean_gap,
     )

@@ -16,6 +16,7 @@ old checkpoint to go back. `--url` names replicas where there is no router.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -149,17 +150,25 @@ def main() -> None:
     parser.add_argument("--mode", choices=("retract", "in_place", "abort"), default="retract")
     parser.add_argument("--api-key")
     args = parser.parse_args()
-    urls = args.url or (replica_urls(args.router, args.api_key) if args.router else [])
+    try:
+        urls = args.url or (replica_urls(args.router, args.api_key) if args.router else [])
+    except (requests.exceptions.RequestException, KeyError, ValueError) as exc:
+        sys.exit(f"error: the router at {args.router} does not say who its replicas are: {exc}")
     if not urls:
-        parser.error("give --router or --url")
-    rolling_update(
-        urls,
-        from_disk(args.model_path, args.version),
-        args.version,
-        mode=args.mode,
-        api_key=args.api_key,
-        on_step=lambda step: print(f"{step.url}: version {step.version}, {step.paused_s:.2f} s"),
-    )
+        parser.error("give --router or --url" if not args.router else "the router has no replicas")
+    try:
+        rolling_update(
+            urls,
+            from_disk(args.model_path, args.version),
+            args.version,
+            mode=args.mode,
+            api_key=args.api_key,
+            on_step=lambda step: print(
+                f"{step.url}: version {step.version}, {step.paused_s:.2f} s", flush=True
+            ),
+        )
+    except UpdateFailed as exc:
+        sys.exit(f"error: {exc}")
 
 
 if __name__ == "__main__":

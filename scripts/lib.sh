@@ -50,6 +50,26 @@ find_python() {
   die "no Python 3.11 or newer found; install one, or name it with HISPEC_PYTHON."
 }
 
+listens() { (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null; } # host, port
+
+require_port() { # value, name
+  case "$1" in *[!0-9]* | "" | ??????*) die "$2 must be a port, not $1." ;; esac
+  [ "$1" -ge 1 ] && [ "$1" -le 65535 ] || die "$2 must lead to ports from 1 to 65535, not $1."
+}
+
+# Become a program that gets SIGTERM when this script dies, also where the script could not end it
+# (kill -9). For background commands: tied PROGRAM ARGUMENTS &
+tied() {
+  exec "$PY" -c '
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; exec keeps it
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the script that started this is gone")
+os.execvp(sys.argv[2], sys.argv[2:])
+' "$$" "$@"
+}
+
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 require_space() { # folder, MB

@@ -10,26 +10,27 @@
 #                     mooncake: the master MOONCAKE_MASTER, else one of this machine alone
 #                     redis: the RESP server SGLANG_HICACHE_REDIS_URL
 #   STORAGE_MEMORY    of that own Mooncake node (4GB)
+#   STORAGE_PORT      of that own Mooncake master (50051); it takes the next two ports as well
 #   STORAGE_CONFIG    more options of that storage, as JSON
 #   API_KEY           that clients must send; the router sends it on to the replicas
 #   POLICY            of the router (cache_aware); ROUTER_FLAGS: more flags of `smg launch`
 #   METRICS_PORT      of the router's Prometheus page (29000)
 #   GPUS_PER_REPLICA  where there are GPUs (1); replica i gets the next ones
 #   LOG_DIR           for replica-1.log ... and router.log (logs/ beside the project)
-# A replica that ends is left out and the others go on; start it again by the line that is printed.
+# A replica that ends is left out and the others go on; start it again by LOG_DIR/replica-1.sh ...,
+# from any terminal: it counts as before, and is not stopped with this script.
 # lib.sh lists the variables of the environment. docs/scaling.md says how to choose.
 
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-usage() { sed -n '2,21p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
+usage() { sed -n '2,23p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
 case "${1:-}" in
   -h | --help) usage; exit 0 ;;
   '' | *[!0-9]* | 0) usage >&2; exit 2 ;;
 esac
 COUNT="$1"
 shift
-[ "$((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1]))" -ge 501 ] || die "this script needs bash 5.1 or newer."
 HAS_MODEL=""
 for argument in "$@"; do
   case "$argument" in
@@ -41,9 +42,27 @@ for argument in "$@"; do
 done
 
 HOST="${HOST:-127.0.0.1}" PORT="${PORT:-30000}" METRICS_PORT="${METRICS_PORT:-29000}"
-STORAGE="${STORAGE:-file}"
+STORAGE="${STORAGE:-file}" STORAGE_PORT="${STORAGE_PORT:-50051}"
 LOG_DIR="${LOG_DIR:-$ROOT/logs}"
-mkdir -p -- "$LOG_DIR" || die "the folder $LOG_DIR cannot be made; set LOG_DIR."
+{ mkdir -p -- "$LOG_DIR" && LOG_DIR="$(cd -- "$LOG_DIR" && pwd)"; } \
+  || die "the folder $LOG_DIR cannot be made; set LOG_DIR."
+
+# Before anything is installed or loaded, and so that nobody takes another's service for ours.
+require_free() { # port, what is to listen there, what to change
+  require_port "$1" "$3"
+  ! listens 127.0.0.1 "$1" || die "something listens on port $1 already, where $2 is to be; set $3."
+}
+require_free "$PORT" "the router" PORT
+require_free "$METRICS_PORT" "the router's metrics page" METRICS_PORT
+for ((i = 1; i <= COUNT; i++)); do require_free "$((PORT + i))" "replica $i" PORT; done
+OWN_STORE=""
+if [ "$STORAGE" = mooncake ] && [ -z "${MOONCAKE_MASTER:-}" ]; then
+  OWN_STORE=1
+  for i in 0 1 2; do
+    require_free "$((STORAGE_PORT + i))" "the storage" \
+      "STORAGE_PORT, or MOONCAKE_MASTER=HOST:PORT to use a store that runs"
+  done
+fi
 
 ensure_environment gguf
 ensure_environment router
@@ -64,7 +83,7 @@ case "$STORAGE" in
   mooncake)
     ensure_environment mooncake
     ensure_rdma_library || exit 1 ;;
-  redis) ensure_environment redis ;;
+  redis) ;; # the server's own client
   *) die "STORAGE must be file, mooncake, redis or none, not $STORAGE." ;;
 esac
 if [ -n "${STORAGE_CONFIG:-}" ]; then
@@ -84,23 +103,53 @@ stop_all() {
   say "stopping"
   for pid in ${PIDS[@]+"${PIDS[@]}"}; do kill "$pid" 2>/dev/null || true; done
   wait
+  for ((i = 1; i <= COUNT; i++)); do
+    if replica_lives "$i"; then say "replica $i, started by hand, goes on (process $(cat "$LOG_DIR/replica-$i.pid"))"; fi
+  done
 }
 trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-if [ "$STORAGE" = mooncake ] && [ -z "${MOONCAKE_MASTER:-}" ]; then
-  "$ROOT/scripts/mooncake_local.sh" --memory "${STORAGE_MEMORY:-4GB}" >>"$LOG_DIR/storage.log" 2>&1 &
+# Whoever started it last, we or a user.
+replica_lives() { # number
+  local pid
+  read -r pid 2>/dev/null <"$LOG_DIR/replica-$1.pid" && kill -0 "$pid" 2>/dev/null
+}
+
+if [ -n "$OWN_STORE" ]; then
+  tied "$ROOT/scripts/mooncake_local.sh" --port "$STORAGE_PORT" --memory "${STORAGE_MEMORY:-4GB}" \
+    >>"$LOG_DIR/storage.log" 2>&1 &
   PIDS+=("$!")
   NAMES+=("the storage")
   # The memory is that node's; a replica that dies must not take pages with it.
-  export MOONCAKE_MASTER=127.0.0.1:50051 MOONCAKE_GLOBAL_SEGMENT_SIZE=0
+  export MOONCAKE_MASTER="127.0.0.1:$STORAGE_PORT" MOONCAKE_GLOBAL_SEGMENT_SIZE=0
   say "storage: a Mooncake Store on $MOONCAKE_MASTER >>$LOG_DIR/storage.log"
-  until (exec 3<>/dev/tcp/127.0.0.1/50053) 2>/dev/null; do
+  until listens 127.0.0.1 "$((STORAGE_PORT + 2))"; do
     kill -0 "${PIDS[0]}" 2>/dev/null || die "the storage did not start; see $LOG_DIR/storage.log"
     sleep 0.2
   done
+  kill -0 "${PIDS[0]}" 2>/dev/null || die "the storage has ended; see $LOG_DIR/storage.log"
 fi
+
+# A replica's start as a program of its own, with all that it needs of this environment.
+write_start() { # number, command
+  local name start="$LOG_DIR/replica-$1.sh"
+  rm -f -- "$start"
+  ( umask 077 && : >"$start" ) || die "$start cannot be written; set LOG_DIR."
+  {
+    printf '#!/usr/bin/env bash\n# Replica %s of scripts/serve_replicas.sh; holds keys and passwords.\n' "$1"
+    for name in $(compgen -e | grep -E '^(SGLANG|HISPEC|MOONCAKE|MC|HF|CUDA|OMP|NCCL)_'); do
+      printf 'export %s=%q\n' "$name" "${!name}"
+    done
+    printf 'cd %q || exit 1\n' "$PWD" # paths in flags
+    printf 'printf "%%s\\n" "$$" >%q\n' "$LOG_DIR/replica-$1.pid"
+    printf 'exec'
+    printf ' %q' "${@:2}"
+    printf ' >>%q 2>&1\n' "$LOG_DIR/replica-$1.log"
+  } >>"$start"
+  chmod 700 "$start"
+}
 
 URLS=()
 for ((i = 1; i <= COUNT; i++)); do
@@ -110,11 +159,14 @@ for ((i = 1; i <= COUNT; i++)); do
     GPUS=("CUDA_VISIBLE_DEVICES=$(seq -s, $(((i - 1) * each)) $((i * each - 1)))")
   fi
   COMMAND=(env ${GPUS[@]+"${GPUS[@]}"} "$ROOT/scripts/serve.sh" "${FLAGS[@]}" "$@" --port "$((PORT + i))")
-  "${COMMAND[@]}" ${KEY[@]+"${KEY[@]}"} >>"$LOG_DIR/replica-$i.log" 2>&1 &
+  write_start "$i" "${COMMAND[@]}" ${KEY[@]+"${KEY[@]}"}
+  tied "$LOG_DIR/replica-$i.sh" &
   PIDS+=("$!")
+  printf '%s\n' "$!" >"$LOG_DIR/replica-$i.pid"
   NAMES+=("replica $i")
   URLS+=("http://127.0.0.1:$((PORT + i))")
-  say "replica $i: ${COMMAND[*]} >>$LOG_DIR/replica-$i.log"
+  say "replica $i on port $((PORT + i)) >>$LOG_DIR/replica-$i.log; started, and again, by" \
+    "$(printf '%q' "$LOG_DIR/replica-$i.sh")"
 done
 
 # shellcheck disable=SC2206 # flags are words
@@ -123,21 +175,20 @@ MORE=(--log-level warn ${ROUTER_FLAGS:-})
 # health checks; the defaults (checks once a minute) are for fleets that a service manager watches.
 # Overload protection refuses requests when the replicas that live are full and another is dead;
 # a full replica queues.
-"$PY" -m smg launch --worker-urls "${URLS[@]}" --policy "${POLICY:-cache_aware}" \
+tied "$PY" -m smg launch --worker-urls "${URLS[@]}" --policy "${POLICY:-cache_aware}" \
   --host "$HOST" --port "$PORT" --prometheus-host 127.0.0.1 --prometheus-port "$METRICS_PORT" \
   --worker-startup-check-interval 2 --health-check-interval-secs 5 --health-failure-threshold 2 \
   --health-success-threshold 1 --cb-failure-threshold 3 --cb-timeout-duration-secs 10 \
   --cb-success-threshold 1 --disable-worker-overload-protection \
   ${KEY[@]+"${KEY[@]}"} "${MORE[@]}" \
   >>"$LOG_DIR/router.log" 2>&1 &
-ROUTER=$!
-PIDS+=("$ROUTER")
+PIDS+=("$!")
 NAMES+=("the router")
 
 say "the router will answer on http://$HOST:$PORT; replicas that are ready: /readiness"
 (
   exec >&2
-  "$PY" - "http://$HOST:$PORT/readiness" "$COUNT" <<'PYTHON'
+  tied "$PY" - "http://$HOST:$PORT/readiness" "$COUNT" <<'PYTHON'
 import json, sys, time, urllib.error, urllib.request
 
 url, wanted, seen = sys.argv[1], int(sys.argv[2]), -1
@@ -159,18 +210,28 @@ NAMES+=("the start")
 
 # Report who ends; go on while the router and a replica live.
 while true; do
-  code=0
-  wait -n -p ended "${PIDS[@]}" || code=$?
-  left=0
+  sleep 1 &
+  wait "$!" 2>/dev/null || true # what bash says of a killed child follows below
   for index in "${!PIDS[@]}"; do
-    if [ "${PIDS[$index]}" = "$ended" ]; then
+    if ! kill -0 "${PIDS[$index]}" 2>/dev/null; then
+      code=0
+      wait "${PIDS[$index]}" 2>/dev/null || code=$?
       name="${NAMES[$index]}"
       unset "PIDS[$index]" "NAMES[$index]"
-      [ "$name" = "the start" ] || say "$name has ended with code $code; see $LOG_DIR"
-    elif [ "${NAMES[$index]#replica}" != "${NAMES[$index]}" ]; then
-      left=$((left + 1))
+      case "$name" in
+        "the start") ;;
+        "the router")
+          tail -n 3 "$LOG_DIR/router.log" >&2
+          die "the router has ended with code $code and without it there is no service; see $LOG_DIR/router.log" ;;
+        *) say "$name has ended with code $code; see $LOG_DIR" ;;
+      esac
     fi
   done
-  [ "$ended" != "$ROUTER" ] || die "without the router there is no service."
+  left=0
+  for ((i = 1; i <= COUNT; i++)); do
+    case " ${NAMES[*]} " in *" replica $i "*) left=$((left + 1)) ;; *)
+      if replica_lives "$i"; then left=$((left + 1)); fi ;;
+    esac
+  done
   [ "$left" -gt 0 ] || die "no replica is left."
 done

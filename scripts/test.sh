@@ -17,6 +17,7 @@ ensure_rdma_library || true
 # More threads than cores to spare make small tensors slower, and tests start several processes.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+export MYPY_NUM_WORKERS="${MYPY_NUM_WORKERS:-2}"
 
 cd "$ROOT"
 if [ $# -gt 0 ]; then
@@ -37,9 +38,11 @@ check() { # name, command
 check "ruff check" "$PY" -m ruff check "${FOLDERS[@]}"
 check "ruff format" "$PY" -m ruff format --check "${FOLDERS[@]}"
 check "mypy" "$PY" -m mypy "${FOLDERS[@]}"
-check "unit tests" "$PY" -m pytest -n 2 test/unit
-# A file is one worker's: its tests share a server.
-check "registered tests" "$PY" -m pytest -n 2 --dist loadfile --durations=25 test/registered
+# Loading schemathesis takes every worker a second, and only a registered test has a use for it.
+check "unit tests" "$PY" -m pytest -n 2 -p no:schemathesis test/unit
+# A file is one worker's: its tests share a server. The files come in the order of conftest.py.
+check "registered tests" "$PY" -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+  --durations=25 test/registered
 if [ ${#FAILED[@]} -gt 0 ]; then
   printf '[hispec] failed: %s\n' "${FAILED[@]}" >&2
   exit 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A name that is no folder must fail at once, not after minutes of asking a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Each server that a test starts is several processes: without compiled files every one of them
+# compiles the package anew, and so does each worker with the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).resolve().parent.parent
 # Servers that tests start import the package from this tree, installed or not.
@@ -32,10 +38,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_cuda and not _cuda_is_available():
         for item in needs_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if hasattr(config, "workerinput"):
+        # The longest files first, so that no worker is left with one while the others are idle.
+        items.sort(key=lambda item: -_est_time(item.path))
     if not config.getoption("--run-slow"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow; run it with --run-slow"))
+
+
+@functools.cache
+def _est_time(path: Path) -> float:
+    """Seconds that a registered file says it takes; where it says nothing, what many take."""
+    said = re.search(r"^register_cpu_ci\(est_time=([\d.]+)", path.read_text("utf-8"), re.MULTILINE)
+    return float(said[1]) if said else 45.0
 
 
 def _cuda_is_available() -> bool:

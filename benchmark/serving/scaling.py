@@ -3,9 +3,12 @@
 Owns: the formulas of docs/scaling.md and the figures that go into them. Does not own: pictures
 (`benchmark/plot_scaling.py`). Pure arithmetic, no measurement.
 
-Everything follows from three figures of a replica: `prefill_rate` P and `decode_rate` D in tokens
-a second, and `kv_bytes` b of a token. Restoring a token takes b/B seconds of a tier with bandwidth
-B, computing it 1/P: a tier answers sooner than the GPU where B > P·b.
+Everything follows from figures of a replica: `prefill_rate` P in tokens a second, `kv_bytes` b of
+a token, and `read_bandwidth`, the bytes a second of its decode steps. A step reads the weights and
+the KV of all requests of the batch, so the answered tokens a second D follow from how long those
+are.
+Restoring a token takes b/B seconds of a tier with bandwidth B, computing it 1/P: a tier answers
+sooner than the GPU where B > P·b.
 """
 
 from __future__ import annotations
@@ -26,7 +29,18 @@ class ReplicaSpec:
     weight_bytes: float
     kv_bytes: float
     prefill_rate: float
-    decode_rate: float
+    read_bandwidth: float  # of a GPU, in decode steps
+    decode_batch: int = 64
+
+    def decode_step_bytes(self, work: Workload) -> float:
+        """What a GPU reads in a decode step: its part of the weights, and of the KV of requests
+        that are half answered on average."""
+        context = work.prompt_len + work.output_len / 2
+        return (self.weight_bytes + self.decode_batch * context * self.kv_bytes) / self.num_gpus
+
+    def decode_rate(self, work: Workload) -> float:
+        """D: answered tokens a second of a full batch."""
+        return self.decode_batch * self.read_bandwidth / self.decode_step_bytes(work)
 
     @property
     def break_even_bandwidth(self) -> float:
@@ -83,25 +97,27 @@ class Load:
         return sum(self.shares.values())
 
 
-# Llama-3.1-8B on one H200, measured (docs/performance.md): 8,192 tokens in 216 ms; batch 64.
+# Llama-3.1-8B on one H200, measured (docs/performance.md): 8,192 tokens in 216 ms; 10,469 tokens a
+# second at batch 64 with 512 tokens in, which is 163.6 steps of 20.5 GB. Longer contexts are taken
+# to be read as fast.
+_READ_BANDWIDTH = 10_469 / 64 * 20.5 * GB
 SPEC_8B = ReplicaSpec(
     name="8B, 1 GPU",
     num_gpus=1,
     weight_bytes=16.06 * GB,
     kv_bytes=2 * 32 * 8 * 128 * 2,
     prefill_rate=38_000,
-    decode_rate=10_469,
+    read_bandwidth=_READ_BANDWIDTH,
 )
 # Llama-3.1-70B on four: not measured. Products scale with the parameters (70.6 to 8.03 thousand
-# million), decode with the bytes that a GPU reads in a step of 64 requests (38.1 GB to 20.5), and
-# four GPUs are taken to do the work of 0.8 × 4.
+# million), and four GPUs are taken to do the work of 0.8 × 4, in decode as well.
 SPEC_70B = ReplicaSpec(
     name="70B, 4 GPUs",
     num_gpus=4,
     weight_bytes=141 * GB,
     kv_bytes=2 * 80 * 8 * 128 * 2,
     prefill_rate=38_000 * (8.03 / 70.6) * 4 * 0.8,
-    decode_rate=10_469 * (20.5 / 38.1) * 0.8,
+    read_bandwidth=_READ_BANDWIDTH * 0.8,
 )
 SPECS = (SPEC_8B, SPEC_70B)
 REPLICA_COUNTS = (1, 8, 64, 1024)
@@ -141,7 +157,7 @@ def break_even_hit_rate(spec: ReplicaSpec, work: Workload, cost: float) -> float
     where that exceeds 1 + cost.
     """
     prompt_s = compute_seconds(spec, work.prompt_len)
-    total_s = prompt_s + work.output_len / spec.decode_rate
+    total_s = prompt_s + work.output_len / spec.decode_rate(work)
     return cost / (1 + cost) * total_s / prompt_s
 
 
@@ -172,7 +188,7 @@ def estimate(spec: ReplicaSpec, num_replicas: int, hardware: Hardware, work: Wor
 
     def gpu_seconds(hit_rate: float) -> float:
         prompt_s = compute_seconds(spec, work.prompt_len * (1 - hit_rate))
-        return prompt_s + work.output_len / spec.decode_rate
+        return prompt_s + work.output_len / spec.decode_rate(work)
 
     shares = {"device": 0.0, "host": 0.0, "storage": 0.0}
     rate = new_tokens = device_s = host_s = 0.0

@@ -10,9 +10,10 @@ import fnmatch
 import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from sglang.test.source_trees import syntax_tree
 
 PACKAGE = Path(__file__).resolve().parents[2] / "python" / "sglang"
 
@@ -97,27 +98,46 @@ FRONT_MODULES = (
 )
 
 
-class _Imports(ast.NodeVisitor):
-    """Collects (module, is inside a function)."""
+_BLOCKS = (ast.stmt, ast.excepthandler, ast.match_case)
 
-    def __init__(self) -> None:
-        self.found: list[tuple[str, bool]] = []
-        self._depth = 0
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._depth += 1
-        self.generic_visit(node)
-        self._depth -= 1
+def _imports(node: ast.AST, is_late: bool = False) -> Iterator[tuple[str, bool]]:
+    """(module, is inside a function) of every import. Expressions hold none and are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, is_late) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative imports are not used"
+            yield from ((f"{child.module}.{alias.name}", is_late) for alias in child.names)
+        elif isinstance(child, _BLOCKS):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from _imports(child, is_late or is_function)
 
-    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
 
-    def visit_Import(self, node: ast.Import) -> None:
-        self.found += [(alias.name, self._depth > 0) for alias in node.names]
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        assert node.level == 0, "relative imports are not used"
-        for alias in node.names:
-            self.found.append((f"{node.module}.{alias.name}", self._depth > 0))
+def test_imports_are_found_wherever_they_are() -> None:
+    text = """
+import a
+if x:
+    from b import c
+else:
+    try:
+        import d
+    except E:
+        import e
+    finally:
+        with f: import g
+async def h():
+    for i in j:
+        match k:
+            case 1: import l
+    class M:
+        while n: import o
+"""
+    found = dict(_imports(ast.parse(text)))
+    assert found == {
+        **dict.fromkeys(("a", "b.c", "d", "e", "g"), False),
+        **dict.fromkeys(("l", "o"), True),
+    }
 
 
 @functools.cache
@@ -143,15 +163,14 @@ def _edges() -> list[tuple[str, str, bool]]:
     modules = _modules()
     edges = []
     for name, path in modules.items():
-        visitor = _Imports()
-        visitor.visit(ast.parse(path.read_text()))
-        for imported, is_late in visitor.found:
+        for imported, is_late in _imports(syntax_tree(path)):
             target = _resolve(imported, modules)
             if target is not None and target != name:
                 edges.append((name, target, is_late))
     return edges
 
 
+@functools.cache
 def _layer(module: str) -> str:
     for pattern, layer in LAYERS:
         if fnmatch.fnmatchcase(module, pattern):
@@ -239,7 +258,9 @@ def test_torch_cuda_is_used_only_by_the_platform_and_kernels() -> None:
         relative = path.relative_to(PACKAGE).as_posix()
         if any(place in relative for place in CUDA_PLACES):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        if "cuda" not in path.read_text():
+            continue
+        for node in ast.walk(syntax_tree(path)):
             is_attribute = (
                 isinstance(node, ast.Attribute)
                 and node.attr == "cuda"
@@ -258,12 +279,15 @@ def test_torch_cuda_is_used_only_by_the_platform_and_kernels() -> None:
     assert bad == []
 
 
-@pytest.mark.parametrize("module", FRONT_MODULES)
-def test_front_processes_do_not_load_torch_or_transformers(module: str) -> None:
+def test_front_processes_do_not_load_torch_or_transformers() -> None:
+    # In one process, lightest first: what one loads would still be there after the others.
     code = (
-        f"import sys, {module}\n"
-        "heavy = [m for m in ('torch', 'transformers', 'scipy', 'pandas') if m in sys.modules]\n"
-        "sys.exit(' '.join(heavy) or 0)"
+        "import importlib, sys\n"
+        f"for name in {FRONT_MODULES!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers', 'scipy', 'pandas'} & sys.modules.keys()\n"
+        "    if heavy:\n"
+        "        sys.exit(f'{name} loads {sorted(heavy)}')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -284,7 +308,7 @@ def test_modules_begin_with_a_docstring_and_postponed_annotations() -> None:
         text = path.read_text()
         if not text.strip():
             continue  # an empty package file
-        tree = ast.parse(text)
+        tree = syntax_tree(path)
         has_future = "from __future__ import annotations" in text
         if ast.get_docstring(tree) is None or not (has_future or len(tree.body) <= 2):
             bad.append(path.relative_to(PACKAGE).as_posix())

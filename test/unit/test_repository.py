@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang.test.source_trees import syntax_tree
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("python", "test", "scripts", "benchmark")
 MAX_LINES = 900
@@ -59,7 +61,7 @@ def print_calls(tree: ast.AST) -> list[int]:
 def test_every_python_file_parses_and_says_what_it_is() -> None:
     undocumented = []
     for path in python_files(*SOURCE_FOLDERS):
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=relative(path))
+        tree = syntax_tree(path)
         # An empty __init__.py only makes a folder a package.
         if tree.body and ast.get_docstring(tree) is None:
             undocumented.append(relative(path))
@@ -77,7 +79,9 @@ def test_no_file_outgrows_its_purpose() -> None:
 def test_the_server_logs_and_does_not_print() -> None:
     printing = {}
     for path in python_files("python/sglang/srt"):
-        calls = print_calls(ast.parse(path.read_text(encoding="utf-8")))
+        if "print(" not in path.read_text(encoding="utf-8"):
+            continue  # a call that the formatter has seen is written like that
+        calls = print_calls(syntax_tree(path))
         if calls:
             printing[relative(path)] = calls
     assert not printing, f"print() on lines {printing}"

@@ -6,7 +6,6 @@ A test module derives a class from `SharedDraftSuite` and has the module's fixtu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,7 @@ class SharedDraftSuite:
     def model(self, small_model: Path) -> str:
         return str(small_model)
 
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def workers(self) -> Iterator[SpecWorkerCache]:
         yield SpecWorkerCache()
 
@@ -130,7 +129,7 @@ def _zero_draft_pages(rig: SpecCacheRig, prompt: list[int]) -> int:
         assert meta is not None
         payload = bytes(meta.payload_bytes)
         checksum = page_file.checksum([memoryview(payload)])
-        header = page_file.pack_header(replace(meta, payload_checksum=checksum))
+        header = page_file.pack_header(meta._replace(payload_checksum=checksum))
         put_raw_record(store, name, header + payload)
         num_changed += 1
     return num_changed

@@ -319,7 +319,8 @@ class SharedStoreSuite:
                 assert store.batch_exists([page_hash(1)]) == 0
         assert time.monotonic() - start < AWAY_S, "each call tries, instead of the first"
         assert sum("does not answer" in record.message for record in caplog.records) == 1
-        assert store.get_stats()["outages"] == 1
+        assert store.get_stats()["outages"] == store.fault_counts()["outages"] == 1
+        assert store.fault_counts()["io_errors"] and store.fault_counts()["dropped_pages"] == 100
         assert store.clear() is False
         with pytest.raises(StorageError):
             make_store()

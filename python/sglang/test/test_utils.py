@@ -54,6 +54,7 @@ DEFAULT_MODEL_NAME_FOR_TEST_EAGLE3 = DEFAULT_DRAFT_MODEL_EAGLE3
 SMALL_EAGLE3_DRAFT = Path(__file__).resolve().parent / "data" / "smollm2-135m-eagle3"
 
 _GPU_POLL_INTERVAL_S = 0.5
+_READY_POLL_INTERVAL_S = 0.1
 
 
 def _env_flag(name: str) -> bool:
@@ -241,7 +242,7 @@ def _wait_until_generating(
                 return
         except requests.exceptions.RequestException:
             pass  # not listening yet
-        time.sleep(1)
+        time.sleep(_READY_POLL_INTERVAL_S)
     kill_process_tree(process.pid)
     raise TimeoutError(f"Server failed to start within the timeout period of {timeout_s} seconds.")
 

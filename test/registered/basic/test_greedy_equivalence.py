@@ -19,7 +19,7 @@ from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.prompts import mixed_prompts
 
-register_cpu_ci(est_time=400, suite="basic")
+register_cpu_ci(est_time=330, suite="basic")
 
 NUM_NEW_TOKENS = 16
 NEAR_TIE = 1e-3
@@ -27,12 +27,12 @@ NEAR_TIE = 1e-3
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "cache off": {"disable_radix_cache": True},
-    "page 16": {"page_size": 16},
+    "page 16, two threads": {"page_size": 16, "num_threads": 2},
     "page 64, chunk 64": {"page_size": 64, "chunked_prefill_size": 64},
     "chunking off": {"chunked_prefill_size": -1},
     "overlap": {},  # through the environment: the CPU's default loop is the other one
     # The real model has 9 query and 3 KV heads: three ranks, not two.
-    "tp 3": {"tp_size": 3, "num_threads": 1},
+    "tp 3": {"tp_size": 3},
     "small pool": {"max_total_tokens": 1536, "page_size": 16, "chunked_prefill_size": 128},
 }
 
@@ -44,8 +44,10 @@ def _prompt_ids(model: str) -> list[list[int]]:
 
 def _generate(model: str, prompts: list[list[int]], *, batch: int, **args: Any) -> list[list[int]]:
     params = {"temperature": 0.0, "max_new_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+    # Other tests run beside this one: a second thread would wait for its core most of the time.
+    options = {"max_running_requests": 32, "random_seed": 1, "num_threads": 1, **args}
     outputs: list[list[int]] = []
-    with sglang.Engine(model_path=model, max_running_requests=32, random_seed=1, **args) as engine:
+    with sglang.Engine(model_path=model, **options) as engine:
         for start in range(0, len(prompts), batch):
             part = prompts[start : start + batch]
             replies = engine.generate(input_ids=part, sampling_params=params)
@@ -65,24 +67,41 @@ def prompts(model_path: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(model_path: str, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """transformers, one prompt at a time: (tokens, gap of the two largest logits at each)."""
+def guesses(model_path: str, prompts: list[list[int]]) -> list[list[int]]:
+    """The default mode's tokens."""
+    return _generate(model_path, prompts, batch=32)
+
+
+@pytest.fixture(scope="module")
+def reference(
+    model_path: str, prompts: list[list[int]], guesses: list[list[int]]
+) -> list[tuple[list[int], list[float]]]:
+    """transformers, one prompt at a time: (tokens, gap of the two largest logits at each).
+
+    Its greedy tokens whatever the guesses are; each right one saves a pass of the model.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    results = []
     with torch.inference_mode():
-        for ids in prompts:
-            tokens, gaps, step, cache = [], [], torch.tensor([ids]), None
-            for _ in range(NUM_NEW_TOKENS):
-                out = model(step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                cache = out.past_key_values
-                top = out.logits[0, -1].topk(2)
-                tokens.append(int(top.indices[0]))
-                gaps.append(float(top.values[0] - top.values[1]))
-                step = torch.tensor([[tokens[-1]]])
-            results.append((tokens, gaps))
-    return results
+        return [_greedy(model, ids, guess) for ids, guess in zip(prompts, guesses, strict=True)]
+
+
+def _greedy(model: Any, prompt: list[int], guess: list[int]) -> tuple[list[int], list[float]]:
+    tokens: list[int] = []
+    gaps: list[float] = []
+    while len(tokens) < NUM_NEW_TOKENS:
+        ahead = guess[len(tokens) : NUM_NEW_TOKENS - 1]
+        # One row of logits behind the last token and one behind each guessed one.
+        step = torch.tensor([[*prompt, *tokens, *ahead]])
+        rows = model(step, use_cache=False, logits_to_keep=len(ahead) + 1).logits[0]
+        for row, guessed in zip(rows, [*ahead, None], strict=True):
+            top = row.topk(2)
+            tokens.append(int(top.indices[0]))
+            gaps.append(float(top.values[0] - top.values[1]))
+            if tokens[-1] != guessed:
+                break  # the other rows follow a token that is none of the model's
+    return tokens, gaps
 
 
 def _differences(
@@ -99,9 +118,11 @@ def _differences(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_the_same(mode, model_path, prompts, reference):
-    with envs.SGLANG_ENABLE_OVERLAP_ON_CPU.override(mode == "overlap"):
-        outputs = _generate(model_path, prompts, batch=32, **MODES[mode])
+def test_tokens_are_the_same(mode, model_path, prompts, guesses, reference):
+    outputs = guesses
+    if mode != "default":
+        with envs.SGLANG_ENABLE_OVERLAP_ON_CPU.override(mode == "overlap"):
+            outputs = _generate(model_path, prompts, batch=32, **MODES[mode])
     assert _differences(outputs, reference) == []
 
 
@@ -109,6 +130,17 @@ def test_tokens_are_the_same(mode, model_path, prompts, reference):
 def test_batch_of_one(model_path, prompts, reference):
     outputs = _generate(model_path, prompts, batch=1)
     assert _differences(outputs, reference) == []
+
+
+def test_wrong_guesses_change_nothing(model_path, prompts, reference):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    tokens = reference[4][0]
+    guess = [*tokens[:5], tokens[5] + 1, *tokens[6:9]]
+    with torch.inference_mode():
+        assert _greedy(model, prompts[4], guess)[0] == tokens
+        assert _greedy(model, prompts[4], [])[0] == tokens
 
 
 def test_a_wrong_token_is_noticed(reference):

@@ -82,7 +82,7 @@ def simulated_shares(spec: ReplicaSpec, work: Workload, num_replicas: int) -> di
     return {tier: count / total for tier, count in hits.items()}
 
 
-@pytest.mark.parametrize("gap_s", [20.0, 60.0])
+@pytest.mark.parametrize("gap_s", [30.0, 60.0])
 @pytest.mark.parametrize(("count", "affinity"), [(1, 1.0), (4, 1.0), (4, 0.0)])
 def test_shares_are_those_of_a_simulation(gap_s: float, count: int, affinity: float) -> None:
     work = without_storage(replace(WORK, mean_gap_s=gap_s, affinity=affinity))
@@ -106,7 +106,7 @@ def test_break_even_bandwidth(spec: ReplicaSpec) -> None:
 @pytest.mark.parametrize("cost", [0.02, 0.3])
 def test_break_even_hit_rate(spec: ReplicaSpec, cost: float) -> None:
     share = break_even_hit_rate(spec, WORK, cost)
-    output_s = WORK.output_len / spec.decode_rate
+    output_s = WORK.output_len / spec.decode_rate(WORK)
     without = compute_seconds(spec, WORK.prompt_len) + output_s
     with_tier = compute_seconds(spec, WORK.prompt_len * (1 - share)) + output_s
     assert without / with_tier == pytest.approx(1 + cost)
@@ -128,6 +128,34 @@ def test_limits(spec: ReplicaSpec, affinity: float, gap_s: float) -> None:
         assert load.requests_per_s / without.requests_per_s == pytest.approx(
             load.gain / without.gain
         )
+
+
+def test_decode_is_as_fast_as_its_bytes_are_read() -> None:
+    measured = replace(WORK, prompt_len=512, output_len=32)
+    assert SPEC_8B.decode_rate(measured) == pytest.approx(10_469, rel=0.01)
+    assert SPEC_8B.decode_step_bytes(WORK) == pytest.approx(51.5e9, rel=0.001)
+    assert SPEC_8B.decode_rate(WORK) == pytest.approx(4170, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--prompt-len", "0"), ("--output-len", "-1"), ("--mean-gap", "0"), ("--reusable", "2")],
+)
+def test_figures_that_make_no_sense_are_refused(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plot_scaling.main(arguments)
+    assert ended.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_tables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plot_scaling.main(["--png", "/no such folder/picture.png"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and "/no such folder" in printed.err and not printed.out
 
 
 def test_one_replica_needs_no_affinity() -> None:

@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, StorageError
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+from sglang.srt.mem_cache.storage import mooncake_options as mooncake_options_module
 from sglang.srt.mem_cache.storage.mooncake_options import mooncake_options
+from sglang.srt.mem_cache.storage.mooncake_rehearsal import rehearse
 from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.shared_store import SharedPageStore
 from sglang.srt.utils.network import is_port_available
@@ -145,19 +149,31 @@ def test_options_come_from_the_extra_config_a_file_and_the_environment(
     monkeypatch.setenv("MOONCAKE_MASTER", "127.0.0.1:1")
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
     monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "3gb")
+    # Without RDMA hardware the client would quietly move pages some other way.
+    monkeypatch.setattr(mooncake_options_module, "_RDMA_DEVICES", tmp_path / "infiniband")
+    with pytest.raises(ValueError, match=r"MOONCAKE_PROTOCOL.*devices of this host are: none"):
+        mooncake_options({})
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    (tmp_path / "infiniband" / "mlx5_1").mkdir()
     options = mooncake_options({})
     assert (options.master, options.protocol) == ("127.0.0.1:1", "rdma")
     assert (options.segment_bytes, options.local_hostname) == (3 * 10**9, "127.0.0.1")
     path = tmp_path / "mooncake.json"
-    path.write_text(json.dumps({"master_server_address": "127.0.0.1:2", "device_name": "mlx5_1"}))
+    path.write_text(json.dumps({"master_server_address": "127.0.0.1:2", "protocol": "tcp"}))
     monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_CONFIG_PATH", str(path))
-    options = mooncake_options({"protocol": "tcp"})
+    options = mooncake_options({})
     assert (options.master, options.protocol) == ("127.0.0.1:2", "tcp")
-    assert options.devices == "mlx5_1"
+    options = mooncake_options({"protocol": "rdma", "device_name": "mlx5_1"})
+    assert (options.protocol, options.devices) == ("rdma", "mlx5_1")
+    with pytest.raises(ValueError, match=r"mlx5_2.*devices of this host are: mlx5_0, mlx5_1"):
+        mooncake_options({"protocol": "rdma", "device_name": "mlx5_1, mlx5_2"})
     for bad in (
         {"protocol": "carrier pigeon"},
         {"master_server_address": "nowhere"},
         {"global_segment_size": "much"},
+        {"global_segment_size": "1MiB"},
+        {"global_segment_size": "1000TB"},
+        {"device_name": "mlx5_1"},  # of RDMA, and the protocol is TCP
         {"replica_num": 0},
     ):
         with pytest.raises(ValueError, match=next(iter(bad))):
@@ -165,6 +181,29 @@ def test_options_come_from_the_extra_config_a_file_and_the_environment(
     path.write_text("not json")
     with pytest.raises(ValueError, match="mooncake.json"):
         mooncake_options({})
+
+
+def test_a_master_that_does_not_answer_stops_nobody() -> None:
+    """The client's own call would hold the interpreter for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = mooncake_options({"master_server_address": address, "global_segment_size": 0})
+        gaps, last = [0.0], time.monotonic()
+        with ThreadPoolExecutor() as pool:
+            rehearsal = pool.submit(rehearse, options, timeout_s=2.0)
+            while not rehearsal.done():
+                time.sleep(0.005)
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+        assert max(gaps) < 1
+        with pytest.raises(StorageError, match=f"{address} did not answer within 2 s"):
+            rehearsal.result()
+
+
+def test_a_wrong_metadata_server_is_named(servers: MooncakeServers) -> None:
+    config = servers.extra_config(metadata_server="nonsense", global_segment_size=0)
+    with pytest.raises(StorageError, match="metadata_server 'nonsense'"):
+        rehearse(mooncake_options(config))
 
 
 class TestMooncakeDrafts(SharedDraftSuite):
@@ -185,6 +224,37 @@ def test_the_local_store_of_the_scripts(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-4000:]
     assert "a page was written and read" in result.stderr
     assert is_port_available(port, "127.0.0.1"), "the store goes on"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--memory", "lots"), "--memory"),
+        (("--memory", "1kB"), "16MiB"),
+        (("--memory", "5000TB"), "memory"),
+        (("--port", "99999999"), "--port"),
+        (("--port", "65534"), "65535"),
+    ],
+)
+def test_the_local_store_refuses(arguments: tuple[str, ...], reason: str) -> None:
+    result = run_script(*arguments)
+    assert result.returncode == 1 and reason in result.stderr, result.stderr
+    assert "in use" not in result.stderr
+
+
+def test_the_local_store_wants_its_ports_for_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_script("--port", str(port - 2))
+    assert result.returncode == 1
+    assert f"port {port} is in use" in result.stderr
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).parents[3] / "scripts" / "mooncake_local.sh"
+    environment = {**os.environ, "HISPEC_VENV": sys.prefix}
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_the_benchmark_measures_it(tmp_path: Path) -> None:

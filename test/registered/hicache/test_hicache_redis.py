@@ -14,7 +14,7 @@ import pytest
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, StorageError
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
-from sglang.srt.mem_cache.storage.redis_store import RedisStore
+from sglang.srt.mem_cache.storage.redis_store import RedisStore, redis_options
 from sglang.srt.mem_cache.storage.shared_store import SharedPageStore
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.host_pages import get, make_host_pool, page_hash, put
@@ -62,6 +62,20 @@ class TestRedisStore(SharedStoreSuite):
         store._ask([[b"LPUSH", record_name(store, page_hash(1)).encode(), b"x"]])
         assert get(store, pool, [1]) == [False]
         assert store.availability.is_up
+
+    def test_a_value_of_another_type_in_the_way_is_replaced(
+        self, make_store: Callable[..., SharedPageStore], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        pool = make_host_pool()
+        store = make_store(pool)
+        assert isinstance(store, RedisStore)
+        name = record_name(store, page_hash(1)).encode()
+        store._ask([[b"HSET", name, b"field", b"x"]])
+        assert store.batch_exists([page_hash(1)]) == 0
+        assert "another type of value" in caplog.text and store.num_damaged_pages() == 1
+        store._ask([[b"HSET", name, b"field", b"x"]])
+        assert put(store, pool, [1]) == [True]
+        assert get(store, pool, [1]) == [True]
 
 
 @pytest.fixture
@@ -115,10 +129,31 @@ def test_passwords_and_databases(own_server: Callable[..., RespServer]) -> None:
     put(stores[1], pool, [1])
     assert get(stores[1], pool, [1]) == [True]
     assert get(stores[0], pool, [1]) == [False]
-    for url in (f"redis://{host}", f"redis://:wrong@{host}"):
-        with pytest.raises(StorageError) as raised:
+    for url in (f"redis://{host}", f"redis://:wrong@{host}", f"redis://:s3cret@{host}/99"):
+        with pytest.raises(StorageError, match="refuses us") as raised:
             make(server, url=url)
-        assert "wrong" not in str(raised.value)
+        assert "wrong@" not in str(raised.value)
+    with pytest.raises(StorageError, match="no RESP server"):
+        make(server, url="redis://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"ttl": 1e30}, "thousand years"),
+        ({"batch_bytes": 0}, "batch_bytes must be from 1"),
+        ({"url": "redis://h?socket_timeout=3"}, "url takes no socket_timeout"),
+    ],
+)
+def test_options_that_cannot_be_meant(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        redis_options(options)
+
+
+def test_a_bad_url_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HICACHE_REDIS_URL", "http://h")
+    with pytest.raises(ValueError, match=r"url \(SGLANG_HICACHE_REDIS_URL in the environment\)"):
+        redis_options({})
 
 
 def test_a_server_that_loses_its_memory_is_filled_again(

@@ -122,6 +122,7 @@ def test_without_storage_the_host_keeps_both(
 def test_a_standalone_draft_travels_too(
     model: str, prompt: list[int], workers: SpecWorkerCache, tmp_path: Path
 ) -> None:
+    # A draft as large as its target: half of the prompt takes as long as the others' whole one.
     options = RigOptions(
         algorithm="STANDALONE",
         num_steps=3,
@@ -131,7 +132,7 @@ def test_a_standalone_draft_travels_too(
     )
     rig = SpecCacheRig(model, workers, options)
     try:
-        check_tiers(rig, prompt)
+        check_tiers(rig, prompt[: PROMPT_LEN // 2])
     finally:
         rig.close()
 

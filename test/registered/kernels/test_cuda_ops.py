@@ -70,8 +70,8 @@ def test_two_norms_side_by_side(shape: tuple[int, int], dtype: torch.dtype) -> N
     x, wide = randn(n, width, dtype=dtype), randn(n, 2 * width, dtype=dtype)
     y = wide[:, width:]  # one of several states
     weights = randn(2, width, dtype=dtype)
-    joined, copy = OURS.norms_side_by_side(x, y, *weights, 1e-5)
-    expected, wanted = TORCH.norms_side_by_side(x, y, *weights, 1e-5)
+    joined, copy = OURS.norms_side_by_side(x, y, weights[0], weights[1], 1e-5)
+    expected, wanted = TORCH.norms_side_by_side(x, y, weights[0], weights[1], 1e-5)
     close(joined, expected)
     assert torch.equal(copy, wanted)
     assert copy.data_ptr() != y.data_ptr()

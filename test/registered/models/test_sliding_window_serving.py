@@ -34,7 +34,7 @@ from sglang.test.fakes.spec_rig import (
 )
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-register_cpu_ci(est_time=160, suite="models")
+register_cpu_ci(est_time=90, suite="models")
 
 WINDOW = 9
 NUM_NEW = 16
@@ -108,8 +108,20 @@ MODES: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize(("cache", "overlap"), [("on", False), ("on", True), ("off", True)])
-@pytest.mark.parametrize("mode", MODES)
+LOOPS = (("on", False), ("on", True), ("off", True))
+
+
+def _covering() -> list[Any]:
+    """Every mode in the plain loop and in one of the others; the rest with --run-slow."""
+    cases = []
+    for index, mode in enumerate(MODES):
+        for loop in LOOPS:
+            marks = () if loop in (LOOPS[0], LOOPS[1 + index % 2]) else (pytest.mark.slow,)
+            cases.append(pytest.param(mode, *loop, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("mode", "cache", "overlap"), _covering())
 def test_tokens_are_the_references(
     model: Path, expected: list[list[int]], mode: str, cache: str, overlap: bool
 ) -> None:
@@ -242,7 +254,8 @@ def test_speculation_changes_no_token(
     overlap: bool,
 ) -> None:
     tight = ("--max-total-tokens", 384, "--swa-full-tokens-ratio", 0.3)
-    for flags in ((), tight, ("--disable-radix-cache", "--chunked-prefill-size", 16)):
+    no_cache = ("--disable-radix-cache", "--chunked-prefill-size", 16)
+    for flags in ((), tight, no_cache) if overlap else (tight, no_cache):
         options: dict[str, Any] = {"topk": topk, "overlap": overlap}
         with serve(pair, algorithm, "--page-size", page_size, *flags, **options) as served:
             assert check_greedy(served, PROMPTS, greedy, NUM_NEW).num_correct_drafts > 20

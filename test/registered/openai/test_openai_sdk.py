@@ -18,7 +18,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.small_server import SmallServer, serve
 
-register_cpu_ci(est_time=45, suite="openai")
+register_cpu_ci(est_time=25, suite="openai")
 
 ASK: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 TOOL: Any = {

@@ -20,7 +20,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from sglang.test.test_utils import popen_launch_server, terminate_and_kill_process_tree
 
-register_cpu_ci(est_time=120, suite="parallel")
+register_cpu_ci(est_time=60, suite="parallel")
 
 PROMPTS = [[3 + (i * 7 + j) % 190 for j in range(5 + 9 * i)] for i in range(6)]
 COMMON: list[str | float] = ["--max-total-tokens", 1024, "--random-seed", 1, "--num-threads", 1]
@@ -91,7 +91,11 @@ def test_replicas_share_one_port(model, reference):
             for i in range(8)
         }
         assert seen == {0, 1}
+        states = requests.get(f"{url}/server_info", timeout=30).json()["internal_states"]
+        assert len(states) == 2
         assert requests.post(f"{url}/flush_cache", timeout=30).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
     finally:
         terminate_and_kill_process_tree(process)
 
@@ -102,16 +106,21 @@ def test_two_nodes_on_loopback(model, reference):
     address = f"127.0.0.1:{get_free_port()}"
     nodes: list[str | float] = [*COMMON, "--tp", 2, "--nnodes", 2, "--dist-init-addr", address]
     command = [sys.executable, "-m", "sglang.cli", "serve", "--model-path", str(model)]
-    command += [str(arg) for arg in nodes] + ["--node-rank", "1"]
+    port_of_second = get_free_port()
+    command += [*map(str, nodes), "--node-rank", "1", "--port", str(port_of_second)]
     second = subprocess.Popen(command, env=os.environ.copy())
     try:
         first = popen_launch_server(str(model), url, 120, other_args=[*nodes, "--node-rank", 0])
         try:
             assert _generate(url) == reference
+            with pytest.raises(requests.ConnectionError):
+                requests.get(f"http://127.0.0.1:{port_of_second}/health", timeout=5)
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(15) == 0
         finally:
             terminate_and_kill_process_tree(first)
         # The other node has lost its peer: it must not stay behind.
-        second.wait(timeout=60)
+        assert second.wait(timeout=15) == 0
     finally:
         kill_process_tree(second.pid)
 
@@ -129,8 +138,8 @@ def test_a_dead_process_ends_the_server(model, victim):
         while time.monotonic() < deadline and _is_healthy(url):
             time.sleep(0.2)
         assert not _is_healthy(url)
-        assert process.wait(timeout=30) != 0
-        psutil.wait_procs(tree, timeout=15)
+        assert process.wait(timeout=15) != 0
+        psutil.wait_procs(tree, timeout=3)
         left = [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert left == []
     finally:

@@ -1,4 +1,7 @@
-"""Life and death of a real server's processes: start, stop, crash, two hosts, two replicas."""
+"""Life and death of a real server's processes: start, stop, crash.
+
+Of several ranks, replicas and hosts: `test/registered/parallel/test_parallel.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from sglang.srt.utils.network import get_free_ports
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-register_cpu_ci(est_time=120, suite="basic")
+register_cpu_ci(est_time=50, suite="basic")
 
 START_TIMEOUT_S = 120
 
@@ -104,6 +108,23 @@ def test_sigterm_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
+def test_requests_cut_off_by_sigterm_are_no_faults_of_the_server(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "1")
+    with _serving(model_path, tmp_path / "log") as server, ThreadPoolExecutor() as pool:
+        server.wait_ready()
+        pause = requests.post(server.url + "/pause_generation", json={"mode": "retract"})
+        assert pause.status_code == 200
+        waiting = pool.submit(server.generate)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0, server.log.read_text()
+        log = server.log.read_text()
+        assert "Cancel 1 running task" in log and "Traceback" not in log, log
+        assert waiting.exception() is not None or waiting.result().status_code >= 500
+
+
 def test_sigterm_to_the_whole_group_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
     # What `timeout` and terminals do: every process gets the signal at once.
     with _serving(model_path, tmp_path / "log") as server:
@@ -138,41 +159,6 @@ def test_a_killed_scheduler_ends_the_server(model_path: Path, tmp_path: Path) ->
         server.assert_gone()
         log = server.log.read_text()
         assert "The server cannot go on: scheduler TP0" in log and "SIGKILL" in log
-
-
-def test_two_tensor_parallel_ranks_end_together(model_path: Path, tmp_path: Path) -> None:
-    with _serving(model_path, tmp_path / "log", "--tp", 2) as server:
-        server.wait_ready()
-        assert server.generate().status_code == 200
-        server.scheduler().kill()
-        assert server.process.wait(15) != 0
-        server.assert_gone()
-
-
-def test_replicas_share_one_port(model_path: Path, tmp_path: Path) -> None:
-    with _serving(model_path, tmp_path / "log", "--dp", 2) as server:
-        server.wait_ready()
-        ranks = {server.generate().json()["meta_info"]["dp_rank"] for _ in range(4)}
-        assert ranks == {0, 1}
-        states = requests.get(server.url + "/server_info", timeout=10).json()["internal_states"]
-        assert len(states) == 2
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
-
-
-def test_two_hosts_on_one_machine(model_path: Path, tmp_path: Path) -> None:
-    meeting = f"127.0.0.1:{get_free_ports(1)[0]}"
-    flags = ("--tp", 2, "--nnodes", 2, "--dist-init-addr", meeting, "--node-rank")
-    with (
-        _serving(model_path, tmp_path / "log1", *flags, 1) as second,
-        _serving(model_path, tmp_path / "log0", *flags, 0) as first,
-    ):
-        first.wait_ready()
-        assert first.generate().status_code == 200
-        assert second.get("/health") is None
-        first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(15) == 0, first.log.read_text()
-        assert second.process.wait(15) == 0, second.log.read_text()
 
 
 def test_a_busy_port_is_reported_before_anything_is_loaded(

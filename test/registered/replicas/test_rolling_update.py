@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -185,6 +186,21 @@ def test_a_replica_that_is_gone(
     gone = "http://127.0.0.1:1"
     with pytest.raises(example.UpdateFailed, match="was not updated"):
         example.rolling_update([gone], example.from_disk(str(folders["new"]), "new"), "new")
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (("--router", "http://127.0.0.1:1"), "router at http://127.0.0.1:1 does not say"),
+        (("--url", "http://127.0.0.1:1"), "http://127.0.0.1:1 was not updated"),
+        ((), "--router or --url"),
+    ],
+)
+def test_the_program_ends_with_a_sentence(place: tuple[str, ...], reason: str) -> None:
+    command = [sys.executable, str(EXAMPLE), *place, "--model-path", "/none", "--version", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert reason in done.stderr and "Traceback" not in done.stderr
 
 
 def test_all_at_once_through_the_router(

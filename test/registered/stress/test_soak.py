@@ -22,7 +22,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from sglang.test.test_utils import popen_launch_server, terminate_and_kill_process_tree
 
-register_cpu_ci(est_time=90, suite="stress")
+register_cpu_ci(est_time=40, suite="stress")
 
 NUM_REQUESTS = 200
 NUM_NEW_TOKENS = 40

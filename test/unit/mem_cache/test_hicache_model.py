@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.fakes.hicache_model import HiCacheModel, ModelConfig
 
-NUM_STEPS = 90
+NUM_STEPS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_states_come_back_from_storage(num_ranks: int) -> None:
         4, prefetch_policy="wait_complete", with_faults=False, num_ranks=num_ranks
     )
     model = HiCacheModel(config, 7)
-    model.run(6 * NUM_STEPS)
+    model.run(540)
     assert model.counts["prefetched_tokens"] > 20, model.counts
     assert model.counts["load_back_tokens"] > 20, model.counts
 

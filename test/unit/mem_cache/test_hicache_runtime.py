@@ -48,18 +48,21 @@ def test_attach_and_detach_are_idempotent_and_keep_policies_on_failure() -> None
     tree = engine.tree
     assert tree.storage_backend_name() is None
     assert tree.detach_storage_backend()[0]
-    bad = [
+    bad: list[dict[str, Any]] = [
         {"storage_backend": "memory", "hicache_write_policy": "sometimes"},
         {"storage_backend": "memory", "storage_backend_extra_config_json": "{"},
         {"storage_backend": "memory", "storage_backend_extra_config_json": "[1]"},
     ]
-    for config in bad:
+    for wrong in bad:
         success, message = tree.attach_storage_backend(
-            **{"hicache_storage_prefetch_policy": "best_effort"} | config
+            **{"hicache_storage_prefetch_policy": "best_effort"} | wrong
         )
         assert not success and message
         assert tree.prefetch_stop_policy == "timeout" and not tree.enable_storage
-    config = {"storage_backend": "memory", "hicache_storage_prefetch_policy": "best_effort"}
+    config: dict[str, Any] = {
+        "storage_backend": "memory",
+        "hicache_storage_prefetch_policy": "best_effort",
+    }
     assert tree.attach_storage_backend(**config)[0]
     assert tree.prefetch_stop_policy == "best_effort"
     assert tree.storage_backend_name() == "MemoryStore"
@@ -90,6 +93,22 @@ def test_damage_that_storage_finds_is_counted_once_and_for_each_attachment() -> 
     engine.run(prompt(2, first=900))
     engine.settle()
     assert counted["damaged_pages"] == 7
+
+
+def test_faults_of_storage_are_counted_for_each_attachment() -> None:
+    counted: Counter[str] = Counter()
+    store = MemoryStore()
+    engine = engine_of(store=store, metrics=lambda name, amount: counted.update({name: amount}))
+    faults = {"io_errors": 3, "outages": 1, "dropped_pages": 7}
+    store.fault_counts = lambda: faults  # type: ignore[method-assign]
+    for _ in range(2):
+        for first in (0, 100):
+            engine.run(prompt(2, first=first))
+            engine.settle()
+        assert engine.tree.detach_storage_backend()[0]
+        assert engine.tree.attach_storage_backend(storage_backend="memory")[0]
+    for name, count in faults.items():
+        assert counted[f"storage_{name}"] == 2 * count
 
 
 def test_storage_traffic_is_counted() -> None:

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits, host_pool_toke
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import (
     LAYOUTS,
+    PAGE_ROOM_BYTES,
     HostPoolGroup,
     MHATokenToKVPoolHost,
     PoolEntry,
@@ -352,6 +353,32 @@ def test_pages_as_bytes(layout: str) -> None:
     for bad in (7, 32, -4):
         with pytest.raises(IndexError, match="begins at"):
             pool.page_buffers(bad)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_in_one_piece_have_room_in_front_that_nothing_else_touches(layout: str) -> None:
+    device_pool = make_device_pool(4, 3)
+    pool = MHATokenToKVPoolHost(device_pool, 32, layout)
+    blocks = [pool.page_with_room(slot) for slot in range(0, 32, 4)]
+    if layout == "layer_first":
+        assert blocks == [None] * 8
+        return
+    for slot, block in zip(range(0, 32, 4), blocks):
+        assert block is not None and len(block) == PAGE_ROOM_BYTES + pool.bytes_per_page
+        (page,) = pool.page_buffers(slot)
+        page[:] = bytes([slot]) * len(page)
+        block[:PAGE_ROOM_BYTES] = b"\xa5" * PAGE_ROOM_BYTES
+        assert bytes(block[PAGE_ROOM_BYTES:]) == bytes(page)
+    slots = torch.arange(32)
+    for data in device_pool.buffers():
+        data.fill_(1)
+    pool.backup_from_device_all_layer(device_pool, slots[:8], slots[4:12], "direct")
+    for slot, block in zip(range(0, 32, 4), blocks):
+        assert block is not None and set(block[:PAGE_ROOM_BYTES]) == {0xA5}
+        if slot >= 8:
+            assert set(block[PAGE_ROOM_BYTES:]) == {slot}
+    with pytest.raises(IndexError, match="begins at"):
+        pool.page_with_room(2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,6 +8,7 @@ SIGTERM or SIGINT. Code that embeds the server (trainers) sets the global state 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -322,6 +323,18 @@ def _wait_and_warmup(
 # ------------------------------------------------------------------------------------------------
 
 
+class _WithoutCancelled(logging.Filter):
+    """Drops the trace of each request that the end of the server cuts off.
+
+    uvicorn says how many it cancels, and then logs a fault of the application for each of them.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log; see `logging.Filter`."""
+        kind = record.exc_info[0] if isinstance(record.exc_info, tuple) else None
+        return kind is None or not issubclass(kind, asyncio.CancelledError)
+
+
 class _Server(uvicorn.Server):
     """uvicorn that stops gracefully with exit code 0 and tells the engine client first."""
 
@@ -355,6 +368,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+_WITHOUT_CANCELLED = _WithoutCancelled()
 # The one that runs in this process now; None where other code runs the application.
 _server: _Server | None = None
 
@@ -381,6 +395,7 @@ def _setup_and_run_http_server(server_args: ServerArgs, state: _GlobalState) -> 
         ssl_ca_certs=server_args.ssl_ca_certs,
         ssl_keyfile_password=server_args.ssl_keyfile_password,
     )
+    logging.getLogger("uvicorn.error").addFilter(_WITHOUT_CANCELLED)
     global _server
     _server = server = _Server(config, manager)
     try:

@@ -1,13 +1,16 @@
 """Control requests of the hierarchical cache's storage: attach, detach, clear, status.
 
-Owns what was configured last (it is echoed to clients). The tree does the work. Scheduler thread
-only; every rank handles the same messages in the same order.
+Owns what was configured last (it is echoed to clients) and the attachment under way: a backend is
+made in a thread while the scheduler serves, and attached at the first idle moment after that. The
+tree does the work. Scheduler thread only; every rank handles the same messages in the same order
+and polls equally often.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -21,19 +24,31 @@ from sglang.srt.managers.io_struct import (
     GetHiCacheStatusReqInput,
     GetHiCacheStatusReqOutput,
 )
+from sglang.srt.mem_cache.backend_opening import BackendOpening, OpeningState
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 logger = logging.getLogger(__name__)
 
 _PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 _WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
+# How long a backend that is ready waits for an idle moment.
+_IDLE_WAIT_S = 30.0
+
+Reply = Callable[[Any, ControlReqOutput], None]
+"""``reply(request, answer)``: send an answer that comes later."""
+
+
+@dataclass(slots=True)
+class _Attachment:
+    """One that is under way. ``last_moment``: unix time, known when the backend is ready."""
+
+    request: AttachHiCacheStorageReqInput
+    opening: BackendOpening
+    last_moment: float | None = None
 
 
 class HiCacheControl:
-    """Storage of one scheduler's hierarchical cache, as its operators see it.
-
-    ``why_busy()`` returns None when the scheduler is idle, else a sentence with the counts.
-    """
+    """Storage of one scheduler's hierarchical cache, as its operators see it."""
 
     def __init__(
         self,
@@ -54,6 +69,21 @@ class HiCacheControl:
         self._extra_config = extra_config
         self._prefetch_policy = prefetch_policy
         self._write_policy = write_policy
+        self._pending: _Attachment | None = None
+        self._why_busy: Callable[[], str | None] = lambda: "it is starting"  # set by start
+        self._reply: Reply = lambda recv, reply: None  # set by start
+
+    def start(
+        self, why_busy: Callable[[], str | None], reply: Reply
+    ) -> dict[type, Callable[[Any], ControlReqOutput | None]]:
+        """Attach what the command line names, and return the handlers.
+
+        ``why_busy()`` returns None when the scheduler is idle, else a sentence with the counts.
+        Raises ValueError with the reason.
+        """
+        self.attach_initial()
+        self._why_busy, self._reply = why_busy, reply
+        return self.handlers()
 
     def attach_initial(self) -> None:
         """Attach the storage that the command line names. Raises ValueError with the reason."""
@@ -63,21 +93,15 @@ class HiCacheControl:
             hicache_storage_backend=self._initial_backend,
             hicache_storage_backend_extra_config_json=self._extra_config,
         )
-        success, message = self._attach(request, busy=None)
+        success, message = self._attach(request)
         if not success:
             raise ValueError(f"--hicache-storage-backend {self._initial_backend}: {message}")
 
-    def handlers(
-        self, why_busy: Callable[[], str | None]
-    ) -> dict[type, Callable[[Any], ControlReqOutput]]:
-        """Message type -> handler that returns the reply."""
-
-        def attach(recv: AttachHiCacheStorageReqInput) -> ControlReqOutput:
-            success, message = self._attach(recv, why_busy())
-            return AttachHiCacheStorageReqOutput(success=success, message=message)
+    def handlers(self) -> dict[type, Callable[[Any], ControlReqOutput | None]]:
+        """Message type -> handler that returns the reply, or None where it comes later."""
 
         def detach(recv: DetachHiCacheStorageReqInput) -> ControlReqOutput:
-            success, message = self._detach(why_busy())
+            success, message = self._detach()
             return DetachHiCacheStorageReqOutput(success=success, message=message)
 
         def clear(recv: ClearHiCacheReqInput) -> ControlReqOutput:
@@ -91,7 +115,7 @@ class HiCacheControl:
             return GetHiCacheStatusReqOutput(status=self.status())
 
         return {
-            AttachHiCacheStorageReqInput: attach,
+            AttachHiCacheStorageReqInput: self._begin_attaching,
             DetachHiCacheStorageReqInput: detach,
             ClearHiCacheReqInput: clear,
             GetHiCacheStatusReqInput: status,
@@ -101,7 +125,8 @@ class HiCacheControl:
         """The backend in use (None: none), its configuration as given, and the policies.
 
         ``hicache_storage_backend_detaching``, only where there is one: a backend that is off and
-        not let go of, because calls of it hang.
+        not let go of, because calls of it hang. ``hicache_storage_backend_attaching`` likewise: one
+        that has not answered yet.
         """
         attached = self._is_attached
         status: dict[str, Any] = {
@@ -112,6 +137,10 @@ class HiCacheControl:
         }
         if self._backend is not None and not attached:
             status["hicache_storage_backend_detaching"] = self._backend
+        if self._pending is not None:
+            status["hicache_storage_backend_attaching"] = (
+                self._pending.request.hicache_storage_backend
+            )
         return status
 
     @property
@@ -125,34 +154,110 @@ class HiCacheControl:
             return f"{self._backend} is being detached; calls of it have not returned"
         return f"the backend {self._backend} failed or did not answer in time"
 
-    def _attach(self, recv: AttachHiCacheStorageReqInput, busy: str | None) -> tuple[bool, str]:
-        prefetch = recv.hicache_storage_prefetch_policy or self._prefetch_policy
-        write = recv.hicache_write_policy or self._write_policy
-        refusal = _unknown("hicache_storage_prefetch_policy", prefetch, _PREFETCH_POLICIES)
-        refusal = refusal or _unknown("hicache_write_policy", write, _WRITE_POLICIES)
-        if not recv.hicache_storage_backend:
-            refusal = refusal or "hicache_storage_backend is missing."
-        if refusal or busy:
-            return False, refusal or f"Storage is attached to an idle server only: {busy}"
-        was_attached = self._is_attached
-        success, message = self._tree_cache.attach_storage_backend(
-            storage_backend=recv.hicache_storage_backend,
-            storage_backend_extra_config_json=recv.hicache_storage_backend_extra_config_json,
-            served_model_name=self._served_model_name,
-            hicache_storage_prefetch_policy=prefetch,
-            hicache_write_policy=write,
+    def _begin_attaching(self, recv: AttachHiCacheStorageReqInput) -> ControlReqOutput | None:
+        """Refuse, or change the policies of what is attached; else None, and `poll` goes on."""
+        refusal = self._refusal(recv)
+        if refusal is not None:
+            return AttachHiCacheStorageReqOutput(success=False, message=refusal)
+        if self._is_attached:
+            success, message = self._attach(recv)
+            return AttachHiCacheStorageReqOutput(success=success, message=message)
+        if self._backend is not None:  # one whose detachment hung
+            success, message = self._detach()
+            if not success:
+                return AttachHiCacheStorageReqOutput(success=False, message=message)
+        opening = self._tree_cache.open_storage_backend(**self._configuration(recv))
+        self._pending = _Attachment(recv, opening)
+        return None
+
+    def _refusal(self, recv: AttachHiCacheStorageReqInput) -> str | None:
+        config = self._configuration(recv)
+        policies = (
+            ("hicache_storage_prefetch_policy", _PREFETCH_POLICIES),
+            ("hicache_write_policy", _WRITE_POLICIES),
         )
+        for name, known in policies:
+            if config[name] not in known:
+                return f"{name} must be one of {', '.join(known)}, got {config[name]!r}."
+        if not recv.hicache_storage_backend:
+            return "hicache_storage_backend is missing."
+        if self._pending is not None:
+            name = self._pending.request.hicache_storage_backend
+            return f"Storage backend {name} is being attached; wait for its answer, or detach it."
+        busy = self._why_busy()
+        return None if busy is None else f"Storage is attached to an idle server only: {busy}"
+
+    def poll(self, now: float) -> None:
+        """Go on with the attachment under way. Collective while there is one; once a loop.
+
+        ``now``: unix time, the same on every rank.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        state = self._tree_cache.opening_state(pending.opening)
+        if state is OpeningState.OPENING:
+            return
+        if state is OpeningState.FAILED:
+            self._give_up(pending.opening.failure or "Another rank could not attach storage.")
+            return
+        if pending.last_moment is None:
+            pending.last_moment = now + _IDLE_WAIT_S
+        busy = self._why_busy()
+        if busy is None:
+            self._pending = None
+            self._answer(pending, *self._attach(pending.request, pending.opening))
+        elif now >= pending.last_moment:
+            self._give_up(f"Storage is attached to an idle server only: {busy}")
+
+    def _give_up(self, why: str) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            name = pending.request.hicache_storage_backend
+            logger.warning("Storage backend %s not attached: %s", name, why)
+            pending.opening.give_up()
+            self._answer(pending, False, why)
+
+    def _answer(self, pending: _Attachment, success: bool, message: str) -> None:
+        output = AttachHiCacheStorageReqOutput(success=success, message=message)
+        self._reply(pending.request, output)
+
+    def _configuration(self, recv: AttachHiCacheStorageReqInput) -> dict[str, Any]:
+        """What the tree is told; policies that are not named stay."""
+        return {
+            "storage_backend": recv.hicache_storage_backend,
+            "storage_backend_extra_config_json": recv.hicache_storage_backend_extra_config_json,
+            "served_model_name": self._served_model_name,
+            "hicache_storage_prefetch_policy": recv.hicache_storage_prefetch_policy
+            or self._prefetch_policy,
+            "hicache_write_policy": recv.hicache_write_policy or self._write_policy,
+        }
+
+    def _attach(
+        self, recv: AttachHiCacheStorageReqInput, opened: BackendOpening | None = None
+    ) -> tuple[bool, str]:
+        was_attached = self._is_attached
+        config = self._configuration(recv)
+        success, message = self._tree_cache.attach_storage_backend(opened, **config)
         if success:
             if not was_attached:
                 self._extra_config = recv.hicache_storage_backend_extra_config_json
             self._backend = recv.hicache_storage_backend
-            self._prefetch_policy, self._write_policy = prefetch, write
-            logger.info("Storage backend %s attached (%s, %s)", self._backend, prefetch, write)
+            self._prefetch_policy = config["hicache_storage_prefetch_policy"]
+            self._write_policy = config["hicache_write_policy"]
+            logger.info(
+                "Storage backend %s attached (%s, %s)",
+                self._backend,
+                self._prefetch_policy,
+                self._write_policy,
+            )
         return success, message
 
-    def _detach(self, busy: str | None) -> tuple[bool, str]:
+    def _detach(self) -> tuple[bool, str]:
+        self._give_up("It was detached before it was attached.")
         if self._backend is None:
             return True, "no storage backend is attached"
+        busy = self._why_busy()
         if busy:
             return False, f"Storage is detached from an idle server only: {busy}"
         success, message = self._tree_cache.detach_storage_backend()
@@ -160,8 +265,3 @@ class HiCacheControl:
             logger.info("Storage backend %s detached", self._backend)
             self._backend = None
         return success, message
-
-
-def _unknown(name: str, value: str, known: tuple[str, ...]) -> str | None:
-    """The refusal of a value that is none of the known ones."""
-    return None if value in known else f"{name} must be one of {', '.join(known)}, got {value!r}."

@@ -121,8 +121,6 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self._released_seen = 0  # `num_released` when the running batch was last filtered
         self.hicache_draft_synced: bool | None = None  # None: no draft pool, or no tiers
         self._maybe_register_hicache_draft()
-        if self.hicache_control is not None:
-            self.hicache_control.attach_initial()
         self._handlers = self._make_handlers()
 
     def _get_draft_kv_pool(self) -> tuple[KVCache | None, ModelConfig | None]:
@@ -205,6 +203,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.process_input_requests(step)
         if self._weight_updater is not None:
             self._weight_updater.poll_groups()
+        if self.hicache_control is not None:
+            self.hicache_control.poll(step.now)
         self.tree_cache.check_hicache_events()
         self._expire_requests()
         batch = self.get_next_batch_to_run()
@@ -669,7 +669,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             UpdateWeightVersionReqInput: self.update_weight_version,
         }
         if self.hicache_control is not None:
-            control |= self.hicache_control.handlers(self._why_busy)
+            control |= self.hicache_control.start(self._why_busy, self.reply)
         if self._weight_updater is not None:
             control |= self.weight_handlers()
         handlers: dict[type, Callable[[Any], None]] = {

@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
 from sglang.srt.mem_cache.state_snapshots import StateSnapshots
+from sglang.srt.mem_cache.storage.backend_factory import check_storage_options
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts
@@ -100,6 +101,7 @@ def make_scheduler(
 
     Also makes this process's platform and tensor-parallel group.
     """
+    _check_storage(server_args)
     platform = init_platform(server_args.device, _device_index(server_args, tp_rank, dp_rank))
     platform.configure_process(server_args.num_threads)
     tp_size = server_args.tp_size
@@ -131,6 +133,17 @@ def make_scheduler(
         dp_rank=dp_rank,
     )
     return scheduler, ready
+
+
+def _check_storage(server_args: ServerArgs) -> None:
+    """Raise ValueError for storage options that cannot be right, before the weights are read."""
+    backend = server_args.hicache_storage_backend
+    if not server_args.enable_hierarchical_cache or backend is None:
+        return
+    try:
+        check_storage_options(backend, server_args.hicache_storage_backend_extra_config)
+    except ValueError as error:
+        raise ValueError(f"--hicache-storage-backend {backend}: {error}") from error
 
 
 def _device_index(server_args: ServerArgs, tp_rank: int, dp_rank: int) -> int:

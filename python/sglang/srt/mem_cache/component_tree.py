@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
@@ -641,9 +642,10 @@ class ComponentTree(BasePrefixCache):
         if not values:
             return
         slots = torch.cat(values)
-        unique, counts = slots.unique(return_counts=True)
-        if len(unique) != len(slots):
-            raise InvariantError(f"slots in two nodes: {unique[counts > 1][:16].tolist()}")
+        in_order = np.sort(slots.numpy())
+        is_again = in_order[1:] == in_order[:-1]
+        if is_again.any():
+            raise InvariantError(f"slots in two nodes: {in_order[1:][is_again][:16].tolist()}")
         is_free = self.token_to_kv_pool_allocator.is_free(slots)
         if is_free.any():
             raise InvariantError(f"slots of the tree are free: {slots[is_free][:16].tolist()}")

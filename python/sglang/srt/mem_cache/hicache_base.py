@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.backend_opening import BackendOpening, OpeningState
 from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
 from sglang.srt.mem_cache.hicache_prefetch import HiCachePrefetch
 from sglang.srt.mem_cache.hicache_records import (
@@ -43,6 +44,7 @@ from sglang.srt.mem_cache.hicache_records import (
     BackupEntry,
     PrefetchEntry,
 )
+from sglang.srt.mem_cache.hicache_storage import FAULT_COUNTERS, HiCacheStorage
 from sglang.srt.mem_cache.hicache_tiers import split_in
 from sglang.srt.mem_cache.memory_pool_host import PoolEntry
 from sglang.srt.mem_cache.pool_transfer import PoolName
@@ -219,7 +221,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         self._drain(counts, on_backup)
 
     def _count_storage(self, storage_was_used: bool = True) -> None:
-        """Report what storage has read, written and found damaged since the last time."""
+        """Report what storage has read, written and found wrong since the last time."""
         backend = self.cache_controller.storage_backend
         if backend is None or not storage_was_used:
             return
@@ -231,6 +233,8 @@ class HiCacheTreeBase(HiCachePrefetch):
             "storage_write_bytes": stats.write_bytes,
             "storage_write_seconds": stats.write_seconds,
         }
+        for name, count in backend.fault_counts().items():
+            totals[f"storage_{name}"] = count
         for name, total in totals.items():
             if total > self._reported_totals[name]:
                 self.hicache.metrics(name, total - self._reported_totals[name])
@@ -367,19 +371,45 @@ class HiCacheTreeBase(HiCachePrefetch):
 
     # -- attach, detach, clear ---------------------------------------------------------------------
 
-    def attach_storage_backend(self, **config: Any) -> tuple[bool, str]:
+    def open_storage_backend(self, **config: Any) -> BackendOpening:
+        """See ``BasePrefixCache``."""
+        if self._controller is None:
+            return super().open_storage_backend(**config)
+        controller, name = self._controller, str(config["storage_backend"])
+
+        def make() -> HiCacheStorage:
+            text = config.get("storage_backend_extra_config_json")
+            extra = self._parse_storage_backend_extra_config(text)
+            return controller.make_storage_backend(name, extra.backend)
+
+        return BackendOpening(name, make)
+
+    def opening_state(self, opening: BackendOpening) -> OpeningState:
+        """See ``BasePrefixCache``. Collective."""
+        min_reduce = self.hicache.min_reduce
+        state = opening.state
+        if min_reduce is None:
+            return state
+        # Until all have ended: rank 0, which answers, can say why.
+        is_over, least = min_reduce([int(state is not OpeningState.OPENING), int(state)])
+        return OpeningState(least) if is_over else OpeningState.OPENING
+
+    def attach_storage_backend(
+        self, opened: BackendOpening | None = None, **config: Any
+    ) -> tuple[bool, str]:
         """Attach storage, or change the policies where the same backend is attached already.
 
         ``storage_backend``, ``storage_backend_extra_config_json`` (text or ``@file``; of what is
         attached already None or the same, another one is refused),
         ``hicache_storage_prefetch_policy``, ``hicache_write_policy``; ``served_model_name`` is
-        taken from the cache identity instead. The caller makes sure that nothing runs. Returns
+        taken from the cache identity instead. ``opened``: takes the backend from there (and
+        closes it where it is not attached). The caller makes sure that nothing runs. Returns
         (success, message); nothing has changed where it fails, on any rank. Collective.
         """
         if self._controller is None:
-            return super().attach_storage_backend(**config)
+            return super().attach_storage_backend(opened, **config)
         was_attached = self.enable_storage
-        success, message = self._try_attach(config)
+        success, message = self._try_attach(config, opened)
         if not self._all_ranks(success):
             if success and not was_attached:
                 self._detach()
@@ -398,7 +428,9 @@ class HiCacheTreeBase(HiCachePrefetch):
         min_reduce = self.hicache.min_reduce
         return success if min_reduce is None else min_reduce([int(success)])[0] > 0
 
-    def _try_attach(self, config: dict[str, Any]) -> tuple[bool, str]:
+    def _try_attach(
+        self, config: dict[str, Any], opened: BackendOpening | None = None
+    ) -> tuple[bool, str]:
         """Attach on this rank; nothing has changed where it fails. Leaves the policies alone."""
         backend = config["storage_backend"]
         attached = self.cache_controller.storage_backend_type
@@ -411,7 +443,7 @@ class HiCacheTreeBase(HiCachePrefetch):
                 )
             text = config.get("storage_backend_extra_config_json")
             if not self.enable_storage:
-                self._attach(backend, self._parse_storage_backend_extra_config(text))
+                self._attach(backend, self._parse_storage_backend_extra_config(text), opened)
             elif text and self._parse_storage_backend_extra_config(text) != self._attached_config:
                 raise ValueError(
                     f"Storage backend {attached} is attached with another extra config; detach it "
@@ -419,22 +451,26 @@ class HiCacheTreeBase(HiCachePrefetch):
                 )
         except Exception as error:  # noqa: BLE001 - a backend may raise anything; the server goes on
             logger.warning("Storage backend %s not attached: %r", backend, error)
+            if opened is not None:
+                opened.give_up()
             if self.enable_storage and not was_attached:
                 self._detach()
             return False, str(error) or repr(error)
         return True, f"storage backend {backend} attached"
 
-    def _attach(self, backend: str, config: ExtraConfig) -> None:
+    def _attach(self, backend: str, config: ExtraConfig, opened: BackendOpening | None) -> None:
         self.flush_write_through_acks()
         self.cache_controller.attach_storage_backend(
             backend=backend,
             extra_config=config.backend,
             prefetch_threshold=config.options.prefetch_threshold,
             seed_fn=self._hash_seed,
+            make=opened.take if opened else None,
         )
         self.storage_options = config.options
         self._attached_config = config
-        self._reported_totals["damaged_pages"] = 0  # a new backend counts from 0
+        for name in ("damaged_pages", *(f"storage_{fault}" for fault in FAULT_COUNTERS)):
+            self._reported_totals[name] = 0  # a new backend counts from 0
         self._control_queues = self._make_control_queues()
         # Chains begin at the root, whatever was made while there was no storage.
         for node in self._nodes_to_hash():

@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.storage.page_file import (
 from sglang.srt.mem_cache.storage.rate_limited_log import RateLimitedLog
 
 __all__ = [
+    "FAULT_COUNTERS",
     "HiCacheFile",
     "HiCacheStorage",
     "HiCacheStorageConfig",
@@ -52,6 +53,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+FAULT_COUNTERS = ("io_errors", "outages", "dropped_pages")
+"""Names that ``HiCacheStorage.fault_counts`` may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +214,14 @@ class HiCacheStorage(ABC):
         Called on the scheduler thread, often: must not wait for the store.
         """
         return 0
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return counts since the start under the names of ``FAULT_COUNTERS``; may lack some.
+
+        ``io_errors``: calls and transfers that failed; ``outages``: times that the store went away;
+        ``dropped_pages``: to be written and not written. Called like ``num_damaged_pages``.
+        """
+        return {}
 
     def close(self) -> None:  # noqa: B027 (nothing to release is a right answer)
         """Release everything; idempotent. No call follows."""
@@ -431,6 +443,14 @@ class HiCacheFile(HiCacheStorage):
         """See the base class."""
         with self._stats_lock:
             return self._stats["corrupt"] + self._stats["foreign"]
+
+    def fault_counts(self) -> dict[str, int]:
+        """See the base class; a folder has no outages."""
+        with self._stats_lock:
+            return {
+                "io_errors": self._stats["io_errors"],
+                "dropped_pages": self._stats["dropped"],
+            }
 
     # -- one page --
 

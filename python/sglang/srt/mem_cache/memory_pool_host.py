@@ -28,6 +28,9 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.pool_transfer import ALL_PAGES, PageRule, PoolName, PoolTransfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+# In front of every page in one piece: what storage keeps with a page goes with it as one block.
+# A multiple of what copies want their addresses to be multiples of.
+PAGE_ROOM_BYTES = 512
 _BLANK_UNITS = 8  # of a page's first layer: enough to tell KV from zeros
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -195,6 +198,14 @@ class HostKVCache(ABC):
     def get_page_buffer_meta(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Return addresses and sizes in bytes of the buffers of these pages, page after page."""
 
+    def page_with_room(self, index: int) -> memoryview | None:
+        """Return ``PAGE_ROOM_BYTES`` bytes and behind them the page, as one writable view.
+
+        The room belongs to whoever owns the page; nobody else looks at it. None where the layout
+        has none: pages are not in one piece.
+        """
+        return None
+
     def memory_blocks(self) -> list[memoryview]:
         """Return the blocks of memory that pages lie in, for a transport that has to know memory
         before it moves it; none: pages are copied on their way."""
@@ -252,6 +263,8 @@ class _BufferedHostPool(HostKVCache):
     - ``layer_first``        [S, L, P, piece]
     - ``page_first``         [P, L, S, piece]
     - ``page_first_direct``  [P, S, L, piece]
+
+    In the page-first layouts each page has ``PAGE_ROOM_BYTES`` bytes in front of it.
     """
 
     def __init__(
@@ -277,8 +290,10 @@ class _BufferedHostPool(HostKVCache):
         self._unit = _UNITS[unit]
         self._pieces = tuple(side // unit for side in sides)
         self.bytes_per_page = self.layer_num * sum(sides)
+        self._room_bytes = 0 if layout == "layer_first" else PAGE_ROOM_BYTES
         self.memory = HostMemory(
-            self.page_num * self.bytes_per_page, pinned=device_pool.device.type == "cuda"
+            self.page_num * (self._room_bytes + self.bytes_per_page),
+            pinned=device_pool.device.type == "cuda",
         )
         self._host_sides = self._make_views(self.memory.tensor.view(self._unit))
         self._load: _Load | None = None  # the one whose layers are being copied
@@ -290,16 +305,17 @@ class _BufferedHostPool(HostKVCache):
     def _make_views(self, units: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the sides [L, P, piece] as views of the buffer."""
         layers, pages, all_sides = self.layer_num, self.page_num, sum(self._pieces)
+        room = self._room_bytes // self._unit.itemsize
         views = []
         before = 0  # size of the sides before this one, a page and layer
         for piece in self._pieces:
-            page_stride = layers * all_sides
+            page_stride = room + layers * all_sides
             if self.layout == "layer_first":
                 offset, layer_stride, page_stride = before * layers * pages, pages * piece, piece
             elif self.layout == "page_first":
-                offset, layer_stride = before, all_sides
+                offset, layer_stride = room + before, all_sides
             else:
-                offset, layer_stride = before * layers, piece
+                offset, layer_stride = room + before * layers, piece
             views.append(
                 units.as_strided((layers, pages, piece), (layer_stride, page_stride, 1), offset)
             )
@@ -370,11 +386,15 @@ class _BufferedHostPool(HostKVCache):
             raise IndexError(f"no page of {self.page_size} slots begins at {index} of {self.size}")
         return page
 
+    def _start_of(self, page: int) -> int:
+        """Return where a page that is in one piece begins in the memory, in bytes."""
+        return page * (self._room_bytes + self.bytes_per_page) + self._room_bytes
+
     def _pieces_of(self, page: int) -> list[torch.Tensor]:
         """Return the contiguous parts of a page, units, in storage order."""
         if self.layout != "layer_first":
-            num_units = self.bytes_per_page // self._unit.itemsize
-            return [self.memory.tensor.view(self._unit).view(-1, num_units)[page]]
+            start = self._start_of(page)
+            return [self.memory.tensor[start : start + self.bytes_per_page].view(self._unit)]
         return [side[layer, page] for side in self._host_sides for layer in range(self.layer_num)]
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
@@ -400,7 +420,7 @@ class _BufferedHostPool(HostKVCache):
         """See the base class: one buffer in the page-first layouts, S * L in ``layer_first``."""
         page = self._page(index)
         if self.layout != "layer_first":
-            first = page * self.bytes_per_page
+            first = self._start_of(page)
             return [self.memory.array[first : first + self.bytes_per_page].data]
         itemsize = self._unit.itemsize
         buffers = []
@@ -408,6 +428,14 @@ class _BufferedHostPool(HostKVCache):
             start = piece.storage_offset() * itemsize
             buffers.append(self.memory.array[start : start + piece.nbytes].data)
         return buffers
+
+    def page_with_room(self, index: int) -> memoryview | None:
+        """See the base class."""
+        page = self._page(index)
+        if not self._room_bytes:
+            return None
+        start = self._start_of(page)
+        return self.memory.array[start - self._room_bytes : start + self.bytes_per_page].data
 
     def get_page_buffer_meta(self, host_indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """See the base class."""
@@ -438,10 +466,11 @@ class MHATokenToKVPoolHost(_BufferedHostPool):
     - ``page_first``         [P, L, 2, page_size, H, D]
     - ``page_first_direct``  [P, 2, L, page_size, H, D]
 
-    In both page-first layouts a page is one contiguous block; in ``page_first`` so is one layer of
-    a page. A page is stored in the order of its layout without P: pages of ``layer_first`` and of
-    ``page_first_direct`` have the same bytes. Where keys and values differ in head size, the order
-    is the same but the buffer has no such shape.
+    In both page-first layouts a page is one contiguous block (the blocks have room in front of
+    them, see the base class); in ``page_first`` so is one layer of a page. A page is stored in the
+    order of its layout without P: pages of ``layer_first`` and of ``page_first_direct`` have the
+    same bytes. Where keys and values differ in head size, the order is the same but the buffer has
+    no such shape.
     """
 
     device_pool: MHATokenToKVPool

@@ -171,11 +171,13 @@ class HostStorageIO(StoragePages):
         extra_config: dict[str, Any],
         prefetch_threshold: int,
         seed_fn: Callable[[RadixKey], bytes],
+        make: Callable[[], HiCacheStorage] | None = None,
     ) -> None:
         """Make a backend and start the threads.
 
         ``prefetch_threshold``: tokens, kept for the tree. ``seed_fn(key)``: digest of the
-        ``CacheIdentity`` of the key's namespace, now. Raises StorageError when one is attached or a
+        ``CacheIdentity`` of the key's namespace, now. ``make()``: gives what
+        ``make_storage_backend`` has made earlier. Raises StorageError when one is attached or a
         thread of before still hangs in its backend, ValueError without a draft digest, and whatever
         the backend raises; nothing has changed then.
         """
@@ -183,14 +185,7 @@ class HostStorageIO(StoragePages):
             raise StorageError(f"storage backend {self.storage_backend_type} is attached already")
         self._finish_detach(0.0)
         self._draft_digest()  # raises now rather than at the first backup
-        config = self._config_for(extra_config)
-        created = self._backend_factory(backend, config)
-        try:
-            for entry in self.host_pools.entries:
-                created.register_mem_host_pool_v2(entry.host_pool, entry.name)
-        except Exception:
-            created.close()
-            raise
+        created = make() if make else self.make_storage_backend(backend, extra_config)
         # Every operation of an earlier attachment is over: what it found is of no use.
         _clear_queue(self.prefetch_hit_queue)
         self.storage_backend, self.storage_backend_type = created, backend
@@ -206,6 +201,17 @@ class HostStorageIO(StoragePages):
             }
         )
         self.enable_storage = True
+
+    def make_storage_backend(self, backend: str, extra_config: dict[str, Any]) -> HiCacheStorage:
+        """Make a backend that knows the host pools. Any thread; raises whatever it raises."""
+        created = self._backend_factory(backend, self._config_for(extra_config))
+        try:
+            for entry in self.host_pools.entries:
+                created.register_mem_host_pool_v2(entry.host_pool, entry.name)
+        except Exception:
+            created.close()
+            raise
+        return created
 
     def _config_for(self, extra_config: dict[str, Any]) -> HiCacheStorageConfig:
         """Who we are, with the pools that each rank holds a part of."""

@@ -197,7 +197,9 @@ def tiny_weights(
 ) -> dict[str, torch.Tensor]:
     """Random tensors under their checkpoint names, for any supported architecture."""
     model_config = ModelConfig.from_dict(config)
-    with torch.device("meta"):
+    # On the CPU: so little memory costs nothing, and what a model computes when it is made would
+    # let PyTorch load its compiler on the meta device, which takes seconds.
+    with torch.device("cpu"):
         model = resolve_model_class(model_config.architectures)(model_config)
     return {
         name: random_tensor(name, slot.full_shape, seed).to(dtype)

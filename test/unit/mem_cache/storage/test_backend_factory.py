@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.storage import backend_factory
 from sglang.srt.mem_cache.storage.backend_factory import (
     available_backends,
+    check_storage_options,
     create_storage_backend,
     register_storage_backend,
 )
@@ -228,3 +229,20 @@ def test_what_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         create(class_name, **extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "reason"),
+    [
+        ("file", '{"folder": "/x"}', "knows no option 'folder'"),
+        ("redis", '{"ttl": "long"}', "ttl must be a number"),
+        ("mooncake", '{"master_server_address": "127.0.0.1:1", "replica_num": 0}', "replica_num"),
+        ("redis", "{", "is not valid"),
+    ],
+)
+def test_options_are_checked_without_a_store(name: str, extra: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_storage_options(name, extra)
+    check_storage_options("redis", '{"url": "redis://nowhere", "prefetch_threshold": 1}')
+    check_storage_options("file", None)
+    check_storage_options("dynamic", "{}")  # whatever the class makes of it

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
     StorageError,
 )
+from sglang.srt.mem_cache.storage.extra_config import parse_extra_config
 from sglang.srt.mem_cache.storage.flat_page_adapter import FlatPageAdapter
 
 DYNAMIC = "dynamic"
@@ -24,17 +25,28 @@ _DYNAMIC_KEYS = ("backend_name", "module_path", "class_name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
+    """``options``: module and function that read the extra config, None: the class does."""
+
     module_path: str
     class_name: str
+    options: tuple[str, str] | None = None
 
 
 _REGISTRY: dict[str, _Entry] = {
-    "file": _Entry(module_path="sglang.srt.mem_cache.hicache_storage", class_name="HiCacheFile"),
+    "file": _Entry(
+        module_path="sglang.srt.mem_cache.hicache_storage",
+        class_name="HiCacheFile",
+        options=("sglang.srt.mem_cache.storage.file_options", "file_options"),
+    ),
     "mooncake": _Entry(
-        module_path="sglang.srt.mem_cache.storage.mooncake_store", class_name="MooncakeStore"
+        module_path="sglang.srt.mem_cache.storage.mooncake_store",
+        class_name="MooncakeStore",
+        options=("sglang.srt.mem_cache.storage.mooncake_options", "mooncake_options"),
     ),
     "redis": _Entry(
-        module_path="sglang.srt.mem_cache.storage.redis_store", class_name="RedisStore"
+        module_path="sglang.srt.mem_cache.storage.redis_store",
+        class_name="RedisStore",
+        options=("sglang.srt.mem_cache.storage.redis_store", "redis_options"),
     ),
 }
 
@@ -49,6 +61,18 @@ def register_storage_backend(name: str, module_path: str, class_name: str) -> No
     if name in _REGISTRY or name == DYNAMIC:
         raise ValueError(f"a storage backend {name!r} exists already")
     _REGISTRY[name] = _Entry(module_path=module_path, class_name=class_name)
+
+
+def check_storage_options(name: str, extra_config: str | None) -> None:
+    """Raise ValueError for options that ``create_storage_backend`` would refuse.
+
+    Asks no store; what only a backend can know is found when it is made.
+    """
+    extra = parse_extra_config(extra_config).backend
+    entry = _REGISTRY.get(name)
+    if entry is not None and entry.options is not None:
+        module_path, function = entry.options
+        getattr(importlib.import_module(module_path), function)(extra)
 
 
 def create_storage_backend(name: str, config: HiCacheStorageConfig) -> HiCacheStorage:

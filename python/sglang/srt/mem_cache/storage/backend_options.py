@@ -14,11 +14,20 @@ from sglang.srt.environ import parse_bytes
 
 class BackendOptions:
     """Reads keys from ``sources``, most important first; every getter raises ValueError that names
-    the key and what is wrong with it."""
+    the key and what is wrong with it.
 
-    def __init__(self, backend: str, sources: Sequence[Mapping[str, Any]]) -> None:
+    ``variables``: by key, the variable of the environment; the last source is what these said.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        sources: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._backend = backend
         self._sources = sources
+        self._variables = variables or {}
 
     def check_known(self, names: frozenset[str]) -> None:
         """Raise ValueError when a source names a key that the backend does not know."""
@@ -32,13 +41,20 @@ class BackendOptions:
     def _value(self, key: str) -> Any:
         return next((source[key] for source in self._sources if source.get(key) is not None), None)
 
+    def name(self, key: str) -> str:
+        """Return the key, with the variable of the environment where the value is from there."""
+        variable = self._variables.get(key)
+        if variable is None or any(source.get(key) is not None for source in self._sources[:-1]):
+            return key
+        return f"{key} ({variable} in the environment)"
+
     def text(self, key: str, default: str) -> str:
         """Return a text."""
         value = self._value(key)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise ValueError(f"{key} must be a text, not {value!r}")
+            raise ValueError(f"{self.name(key)} must be a text, not {value!r}")
         return value
 
     def size(self, key: str, default: int) -> int:
@@ -50,9 +66,11 @@ class BackendOptions:
             if isinstance(value, str):
                 return parse_bytes(value)
         except ValueError as error:
-            raise ValueError(f"{key}={value!r} is not valid: {error}") from error
+            raise ValueError(f"{self.name(key)}={value!r} is not valid: {error}") from error
         if type(value) is not int or value < 0:
-            raise ValueError(f"{key} must be bytes or a text such as '64GB', not {value!r}")
+            raise ValueError(
+                f"{self.name(key)} must be bytes or a text such as '64GB', not {value!r}"
+            )
         return value
 
     def number(self, key: str, default: float, *, least: float = 0.0) -> float:
@@ -62,7 +80,7 @@ class BackendOptions:
             return default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < least:
-            raise ValueError(f"{key} must be a number >= {least:g}, not {value!r}")
+            raise ValueError(f"{self.name(key)} must be a number >= {least:g}, not {value!r}")
         return float(value)
 
     def integer(self, key: str, default: int, *, least: int = 0) -> int:
@@ -71,5 +89,5 @@ class BackendOptions:
         if value is None:
             return default
         if type(value) is not int or value < least:
-            raise ValueError(f"{key} must be an integer >= {least}, not {value!r}")
+            raise ValueError(f"{self.name(key)} must be an integer >= {least}, not {value!r}")
         return value

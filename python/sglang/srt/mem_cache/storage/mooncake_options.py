@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.storage.backend_options import BackendOptions
 from sglang.srt.mem_cache.storage.shared_store import DEFAULT_PREFIX, check_prefix
@@ -35,6 +37,8 @@ OPTION_NAMES = frozenset(_ENVIRONMENT) | {
 }
 DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_BUFFER_BYTES = 16 << 20
+LEAST_SEGMENT_BYTES = 16 << 20  # the store's unit; measured
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ def mooncake_options(extra: Mapping[str, Any]) -> MooncakeOptions:
     environment = {
         key: os.environ[name] for key, name in _ENVIRONMENT.items() if os.environ.get(name)
     }
-    options = BackendOptions("mooncake", [extra, _config_file(), environment])
+    options = BackendOptions("mooncake", [extra, _config_file(), environment], _ENVIRONMENT)
     options.check_known(OPTION_NAMES)
     master = options.text("master_server_address", "")
     if not master:
@@ -71,22 +75,50 @@ def mooncake_options(extra: Mapping[str, Any]) -> MooncakeOptions:
             "the mooncake backend needs master_server_address in the extra config or in the file "
             "that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, or MOONCAKE_MASTER in the environment"
         )
+    segment_bytes = options.size("global_segment_size", DEFAULT_SEGMENT_BYTES)
+    _check_segment(options.name("global_segment_size"), segment_bytes)
     protocol = options.text("protocol", "tcp")
     if protocol not in ("tcp", "rdma"):
-        raise ValueError(f"protocol must be tcp or rdma, not {protocol!r}")
+        raise ValueError(f"{options.name('protocol')} must be tcp or rdma, not {protocol!r}")
+    devices = options.text("device_name", "")
+    _check_devices(options, protocol, devices)
     return MooncakeOptions(
         master=master,
         metadata_server=options.text("metadata_server", "P2PHANDSHAKE"),
         local_hostname=options.text("local_hostname", "") or address_towards(master),
-        segment_bytes=options.size("global_segment_size", DEFAULT_SEGMENT_BYTES),
+        segment_bytes=segment_bytes,
         buffer_bytes=options.size("local_buffer_size", DEFAULT_BUFFER_BYTES),
         protocol=protocol,
-        devices=options.text("device_name", ""),
+        devices=devices,
         num_replicas=options.integer("replica_num", 1, least=1),
         key_prefix=check_prefix(options.text("key_prefix", DEFAULT_PREFIX)),
         transfer_timeout_s=options.number("transfer_timeout", 5.0, least=1.0),
         rpc_timeout_s=options.number("rpc_timeout", 2.0, least=0.1),
     )
+
+
+def _check_segment(name: str, num_bytes: int) -> None:
+    total = psutil.virtual_memory().total
+    if num_bytes and not LEAST_SEGMENT_BYTES <= num_bytes <= total:
+        raise ValueError(
+            f"{name} must be 0 (lend nothing) or from {LEAST_SEGMENT_BYTES >> 20}MiB "
+            f"to this host's memory, {total} bytes, not {num_bytes}"
+        )
+
+
+def _check_devices(options: BackendOptions, protocol: str, devices: str) -> None:
+    """Raise ValueError where the client would quietly use something else."""
+    name = options.name("device_name")
+    if protocol == "tcp":
+        if devices:
+            raise ValueError(f"{name} names RDMA devices ({devices}), and protocol is tcp")
+        return
+    there = {path.name for path in _RDMA_DEVICES.iterdir()} if _RDMA_DEVICES.is_dir() else set()
+    missing = {name.strip() for name in devices.split(",") if name.strip()} - there
+    if missing or not there:
+        wanted = f"{name}={devices!r}" if devices else f"{options.name('protocol')}='rdma'"
+        found = ", ".join(sorted(there)) or "none"
+        raise ValueError(f"{wanted} cannot be used: the RDMA devices of this host are: {found}")
 
 
 def address_towards(master: str) -> str:

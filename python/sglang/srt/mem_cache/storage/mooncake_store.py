@@ -1,13 +1,16 @@
 """Pages in a Mooncake Store: one record a page, straight between host memory and the store's nodes.
 
-Owns the client, the registration of host memory with it, and the few buffers beside the pool: room
-for headers, and for pages that do not lie in one piece. What a record is and when it counts is
-``shared_store.py``'s; who may call when, ``HiCacheStorage``'s. The client lets other threads run
-while it moves bytes, and it connects anew by itself when the master or a node comes back.
+Owns the client, the registration of host memory with it, and buffers for pages that do not lie in
+one piece. Where they do, the header goes to the room that the host pool has in front of a page, so
+that a record is one block of memory: a second piece costs a tenth of the rate. What a record is and
+when it counts is ``shared_store.py``'s; who may call when, ``HiCacheStorage``'s. The client lets
+other threads run while it moves bytes, and it connects anew by itself when the master or a node
+comes back.
 
 Facts of the store that this relies on: a key's first value stays until it is removed; a record
 appears when all of it has been written; in a batch each key has a result of its own, negative for a
-failure; a connection that failed is closed, so that nothing arrives after a call has returned.
+failure, else for a read the length of the record; a connection that failed is closed, so that
+nothing arrives after a call has returned.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, StorageError
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.storage.mooncake_options import MooncakeOptions, mooncake_options
+from sglang.srt.mem_cache.storage.mooncake_rehearsal import rehearse
 from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES, Buffers, checksum
 from sglang.srt.mem_cache.storage.shared_store import (
     Outcome,
@@ -39,15 +44,22 @@ from sglang.srt.mem_cache.storage.shared_store import (
 logger = logging.getLogger(__name__)
 
 # Results of the store. Source: measured, and its documentation's list of error codes.
-_WRONG_LENGTH = -600
+_TOO_LONG = -600
 _NOT_FOUND = -704
 _RPC_FAILURES = range(-999, -899)
 
 _CONNECT_TIMEOUT_S = 2.0
-# Of one call of the client: enough to keep it busy, and little enough that pages are in the cores'
-# cache when their checksum is computed.
+# Of one call of the client. A write asks the master twice, which costs as much as a twentieth of
+# 24 MiB; with many large pages at once the TCP transport may move half as much, or less (measured
+# from 4 MiB on). A read must end within the master's lease (10 s by default), also where the
+# network is slow.
 _RUN_RECORDS = 128
-_RUN_BYTES = 24 << 20
+_WRITE_BYTES = 96 << 20
+_READ_BYTES = 24 << 20
+_LARGE_RECORD_BYTES = 3 << 20
+_RUN_BYTES_OF_LARGE = 25 << 20
+_STAGING_BYTES = 24 << 20
+_NICENESS = 3  # of the threads in which the client waits, on top of the process's own
 
 
 class _Block:
@@ -66,14 +78,33 @@ class _Block:
 
 
 class _Lane:
-    """What one direction needs beside the pool. One call at a time: hold ``lock``."""
+    """What one direction needs beside the pool. One call at a time: hold ``lock``.
 
-    def __init__(self, client: Any) -> None:
+    The client polls while bytes move. A thread of its own with less priority does that, or on a
+    busy machine it would take the time of those that move the bytes, and of the scheduler.
+    """
+
+    def __init__(self, client: Any, run_bytes: int) -> None:
         self.lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "hicache-mooncake", initializer=_lower_priority)
+        self.run_bytes = run_bytes
         self._client = client
-        self.headers = _Block(client, _RUN_RECORDS * HEADER_BYTES)
         self.has_staging = False
         self._staging: _Block | None = None
+
+    def call(self, function: Callable[..., list[int]], *arguments: object) -> list[int]:
+        """Return what a call of the client returns. Raises StoreUnreachable when closed."""
+        try:
+            call = self._thread.submit(function, *arguments)
+        except RuntimeError as error:
+            raise StoreUnreachable("the connection is closed") from error
+        codes = call.result()
+        _check_reached(codes)
+        return codes
+
+    def close(self) -> None:
+        """End the thread, after the call that it may be in."""
+        self._thread.shutdown(wait=False)
 
     def staging(self, least_bytes: int) -> _Block:
         """Return room for whole records, made when it is needed first."""
@@ -81,46 +112,46 @@ class _Lane:
             return self._staging
         if self._staging is not None:
             self._staging.close()
-        self._staging = _Block(self._client, max(least_bytes, _RUN_BYTES))
+        self._staging = _Block(self._client, max(least_bytes, _STAGING_BYTES))
         self.has_staging = True
         return self._staging
 
 
 class _Placed:
-    """A record and where its bytes lie for the client: in the pool, or gathered in the staging.
+    """A record and the block of memory where it lies for the client, header and page."""
 
-    A page in more than one piece is gathered: a call with thousands of pieces exhausts the
-    connections of the TCP transport, and fails after a minute.
-    """
+    __slots__ = ("record", "block", "address")
 
-    __slots__ = ("record", "header", "payload", "addresses", "sizes", "is_staged")
-
-    def __init__(self, record: Record, lane: _Lane, position: int, is_staged: bool) -> None:
+    def __init__(self, record: Record, block: memoryview, address: int) -> None:
         self.record = record
-        self.is_staged = is_staged
-        if is_staged:
-            block = lane.staging(record.num_bytes)
-            start = position * record.num_bytes
-            view = block.view[start : start + record.num_bytes]
-            self.header, self.payload = view[:HEADER_BYTES], [view[HEADER_BYTES:]]
-            self.addresses, self.sizes = [block.address + start], [record.num_bytes]
-        else:
-            start = position * HEADER_BYTES
-            self.header = lane.headers.view[start : start + HEADER_BYTES]
-            self.payload = list(record.buffers)
-            self.addresses = [lane.headers.address + start, _address(record.buffers[0])]
-            self.sizes = [HEADER_BYTES, record.payload_bytes]
+        self.block = block
+        self.address = address
 
     def gather(self, header: bytes) -> None:
-        """Before a write: the header, and the page where it is staged."""
-        self.header[:] = header
-        if self.is_staged:
-            _copy(self.record.buffers, self.payload[0], to_flat=True)
+        """Before a write: all that is not in the block yet."""
+        self.block[:HEADER_BYTES] = header
 
     def scatter(self) -> None:
-        """After a read that is right: the page into the pool where it was staged."""
-        if self.is_staged:
-            _copy(self.record.buffers, self.payload[0], to_flat=False)
+        """After a read that is right: what belongs elsewhere."""
+
+
+class _Staged(_Placed):
+    """A page in more than one piece, gathered in the staging.
+
+    A call with thousands of pieces exhausts the connections of the TCP transport, and fails after a
+    minute.
+    """
+
+    __slots__ = ()
+
+    def gather(self, header: bytes) -> None:
+        """See the base class."""
+        super().gather(header)
+        _copy(self.record.buffers, self.block[HEADER_BYTES:], to_flat=True)
+
+    def scatter(self) -> None:
+        """See the base class."""
+        _copy(self.record.buffers, self.block[HEADER_BYTES:], to_flat=False)
 
 
 class MooncakeStore(SharedPageStore):
@@ -143,8 +174,10 @@ class MooncakeStore(SharedPageStore):
         if options.num_replicas > 1:
             self._put_options = [module.ReplicateConfig()]
             self._put_options[0].replica_num = options.num_replicas
-        self._reading, self._writing = _Lane(self._client), _Lane(self._client)
+        self._reading = _Lane(self._client, _READ_BYTES)
+        self._writing = _Lane(self._client, _WRITE_BYTES)
         self._registered: dict[PoolName, list[tuple[int, int]]] = {}
+        self._direct: set[PoolName] = set()  # pools that pages go to and from without a copy
         self._closed = False
         logger.info(
             "L3 in the Mooncake Store of %s: %s, %d bytes of this process's memory added",
@@ -160,7 +193,9 @@ class MooncakeStore(SharedPageStore):
         for address, num_bytes in blocks:
             _register(self._client, address, num_bytes)
         self._registered[name] = blocks
-        if not self._is_direct(name, pool.page_buffers(0)):
+        if self._is_one_block(pool):
+            self._direct.add(name)
+        else:
             logger.warning(
                 "pages of %s are not in one piece (layout %s): each is copied once more on its way",
                 name,
@@ -173,6 +208,7 @@ class MooncakeStore(SharedPageStore):
         super().unregister_mem_host_pool_v2(name)
 
     def _forget_memory(self, name: PoolName) -> None:
+        self._direct.discard(name)
         for address, _ in self._registered.pop(name, []):
             self._client.unregister_buffer(address)
 
@@ -182,6 +218,8 @@ class MooncakeStore(SharedPageStore):
         if self._closed:
             return
         self._closed = True
+        self._reading.close()
+        self._writing.close()
         for name in list(self._registered):
             self._forget_memory(name)
         self._client.close()
@@ -203,26 +241,25 @@ class MooncakeStore(SharedPageStore):
         outcomes: list[Outcome] = []
         with self._reading.lock:
             for run in self._runs(pool, records, self._reading):
-                codes = self._client.batch_get_into_multi_buffers(*_arguments(run))
-                _check_reached(codes)
-                found = [self._finish_read(placed, code) for placed, code in zip(run, codes)]
+                codes = self._reading.call(self._client.batch_get_into, *_arguments(run))
+                # All checksums first: the passes over the pages displace the code of the rest.
+                sums = [checksum([placed.block[HEADER_BYTES:]]) for placed in run]
+                found = [self._finish_read(*each) for each in zip(run, codes, sums)]
                 outcomes += found
                 # Of KV a prefix counts: what lies behind a gap is of no use.
                 if pool == PoolName.KV and found != [Outcome.DONE] * len(found):
                     break
         return outcomes
 
-    def _finish_read(self, placed: _Placed, code: int) -> Outcome:
+    def _finish_read(self, placed: _Placed, code: int, payload_checksum: int) -> Outcome:
         record = placed.record
         if code == _NOT_FOUND:
             return Outcome.MISSING
+        if code == _TOO_LONG or (code >= 0 and code != record.num_bytes):
+            return Outcome.FOREIGN
         if code < 0:
-            # A record of another length fails in different ways, which the transfer hides.
-            stored = int(self._client.get_size(record.name))
-            if code == _WRONG_LENGTH or (stored >= 0 and stored != record.num_bytes):
-                return Outcome.FOREIGN
             return Outcome.FAILED
-        outcome = judge(record, placed.header, checksum(placed.payload))
+        outcome = judge(record, placed.block[:HEADER_BYTES], payload_checksum)
         if outcome is Outcome.DONE:
             placed.scatter()
         return outcome
@@ -235,10 +272,8 @@ class MooncakeStore(SharedPageStore):
             for run in self._runs(pool, records, self._writing):
                 for placed in run:
                     placed.gather(make_header(placed.record))
-                codes = self._client.batch_put_from_multi_buffers(
-                    *_arguments(run), *self._put_options
-                )
-                _check_reached(codes)
+                arguments = (*_arguments(run), *self._put_options)
+                codes = self._writing.call(self._client.batch_put_from, *arguments)
                 outcomes += [Outcome.DONE if code >= 0 else Outcome.FAILED for code in codes]
                 if min(codes) < 0:
                     break
@@ -259,33 +294,70 @@ class MooncakeStore(SharedPageStore):
 
     # -- placement --
 
-    def _is_direct(self, pool: PoolName, buffers: Buffers) -> bool:
-        if len(buffers) != 1:
+    def _is_one_block(self, pool: HostKVCache) -> bool:
+        """Whether a page, with room for the header, is one block of registered memory."""
+        block = pool.page_with_room(0)
+        if block is None or block.nbytes != HEADER_BYTES + pool.bytes_per_page:
             return False
-        start, num_bytes = _address(buffers[0]), buffers[0].nbytes
-        return any(
-            address <= start and start + num_bytes <= address + size
-            for address, size in self._registered.get(pool, ())
-        )
+        return len(pool.memory_blocks()) > 0
 
     def _runs(
         self, pool: PoolName, records: Sequence[Record], lane: _Lane
     ) -> Iterator[list[_Placed]]:
-        """Place records, as many at a time as there is room beside the pool."""
+        """Place records, as many at a time as one call should have."""
         if not records:
             return
-        is_staged = not self._is_direct(pool, records[0].buffers)
-        size = min(max(_RUN_BYTES // records[0].num_bytes, 1), _RUN_RECORDS)
+        is_direct = pool in self._direct
+        most = lane.run_bytes if is_direct else min(lane.run_bytes, _STAGING_BYTES)
+        size = _records_a_call(len(records), records[0].num_bytes, most)
         for start in range(0, len(records), size):
-            part = records[start : start + size]
-            yield [_Placed(record, lane, i, is_staged) for i, record in enumerate(part)]
+            run = records[start : start + size]
+            yield self._in_pool(pool, run) if is_direct else _in_staging(lane, run)
+
+    def _in_pool(self, pool: PoolName, records: Sequence[Record]) -> list[_Placed]:
+        host_pool = self.pools[pool]
+        placed = []
+        for record in records:
+            block = host_pool.page_with_room(record.first_slot)
+            assert block is not None
+            placed.append(_Placed(record, block, _address(block)))
+        return placed
 
 
-def _arguments(run: list[_Placed]) -> tuple[list[str], list[list[int]], list[list[int]]]:
+def _records_a_call(num_records: int, num_bytes: int, most_bytes: int) -> int:
+    """Return how many of so many records, of ``num_bytes`` bytes each, one call moves: at most
+    ``most_bytes``, and about as many in every call."""
+    if num_bytes >= _LARGE_RECORD_BYTES:
+        most_bytes = min(most_bytes, _RUN_BYTES_OF_LARGE)
+    most = min(max(most_bytes // num_bytes, 1), _RUN_RECORDS)
+    return math.ceil(num_records / math.ceil(num_records / most))
+
+
+def _in_staging(lane: _Lane, records: Sequence[Record]) -> list[_Placed]:
+    num_bytes = records[0].num_bytes
+    staging = lane.staging(len(records) * num_bytes)
+    placed: list[_Placed] = []
+    for number, record in enumerate(records):
+        start = number * num_bytes
+        block = staging.view[start : start + num_bytes]
+        placed.append(_Staged(record, block, staging.address + start))
+    return placed
+
+
+def _lower_priority() -> None:
+    """Of the calling thread: 0 is that thread, where Linux has a priority for each."""
+    priority = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, min(priority, 19))
+    except OSError as error:  # a sandbox may forbid it
+        logger.warning("Mooncake's calls keep their priority: %s", error)
+
+
+def _arguments(run: list[_Placed]) -> tuple[list[str], list[int], list[int]]:
     return (
         [placed.record.name for placed in run],
-        [placed.addresses for placed in run],
-        [placed.sizes for placed in run],
+        [placed.address for placed in run],
+        [placed.block.nbytes for placed in run],
     )
 
 
@@ -323,6 +395,7 @@ def _connect(module: Any, options: MooncakeOptions) -> Any:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise StorageError(f"no Mooncake master at {options.master}: {error}") from error
+    rehearse(options)
     client = module.MooncakeDistributedStore()
     code = client.setup(
         options.local_hostname,

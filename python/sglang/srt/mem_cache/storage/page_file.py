@@ -49,8 +49,8 @@ _MAGIC = b"HSPAGE\r\n"  # a transfer in text mode would change it
 _FIXED = struct.Struct("<8sII32sQIQ4iHH")
 _CHECKSUM = struct.Struct("<I")
 _MAX_BUFFERS = 1000  # of one preadv/pwritev call; Linux takes 1024
-# A page goes through the checksum piece by piece. Small ones are still in the core's cache then, 5 to
-# 20 % faster where nobody else runs; but after each call the thread stands in line for the
+# A page goes through the checksum piece by piece. Small ones are still in the core's cache then, 5
+# to 20 % faster where nobody else runs; but after each call the thread stands in line for the
 # interpreter, and beside a scheduler that decodes few calls count for more.
 _PIECE_BYTES = 8 << 20
 _MAX_MODEL_BYTES = 128

@@ -45,6 +45,9 @@ T = TypeVar("T")
 
 OPTION_NAMES = frozenset({"url", "ttl", "timeout", "connect_timeout", "batch_bytes", "key_prefix"})
 _SCAN_COUNT = b"1000"
+# The server counts milliseconds since 1970 in 64 bits.
+_MOST_TTL_S = 1000 * 365 * 86400
+_MOST_BATCH_BYTES = 4 << 30
 _MAX_IDLE = 4  # connections: one thread each looks, reads, writes and probes
 # The server is up and does not serve: like a server that is away.
 _AWAY = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOAUTH", "TRYAGAIN")
@@ -69,14 +72,26 @@ def redis_options(extra: Mapping[str, Any]) -> RedisOptions:
     Raises ValueError naming the key.
     """
     url = envs.SGLANG_HICACHE_REDIS_URL.get()
-    options = BackendOptions("redis", [extra, {"url": url} if url else {}])
+    variables = {"url": envs.SGLANG_HICACHE_REDIS_URL.name}
+    options = BackendOptions("redis", [extra, {"url": url} if url else {}], variables)
     options.check_known(OPTION_NAMES)
+    ttl_s = options.number("ttl", 0.0)
+    if ttl_s > _MOST_TTL_S:
+        raise ValueError(f"ttl must be at most {_MOST_TTL_S} seconds, a thousand years")
+    batch_bytes = options.size("batch_bytes", 32 << 20)
+    if not 1 <= batch_bytes <= _MOST_BATCH_BYTES:
+        raise ValueError(f"batch_bytes must be from 1 to {_MOST_BATCH_BYTES}, not {batch_bytes}")
+    url = options.text("url", "redis://127.0.0.1:6379/0")
+    try:
+        address = parse_url(url)
+    except ValueError as error:
+        raise ValueError(str(error).replace("url", options.name("url"), 1)) from error
     return RedisOptions(
-        address=parse_url(options.text("url", "redis://127.0.0.1:6379/0")),
-        ttl_s=options.number("ttl", 0.0),
+        address=address,
+        ttl_s=ttl_s,
         timeout_s=options.number("timeout", 2.0, least=0.01),
         connect_timeout_s=options.number("connect_timeout", 1.0, least=0.01),
-        batch_bytes=options.size("batch_bytes", 32 << 20),
+        batch_bytes=batch_bytes,
         key_prefix=check_prefix(options.text("key_prefix", DEFAULT_PREFIX)),
     )
 
@@ -107,18 +122,25 @@ class RedisStore(SharedPageStore):
         super().__init__(config, self.options.key_prefix)
         self._idle: list[RespConnection] = []
         self._idle_lock = threading.Lock()
-        try:
-            answer = self._ask([[b"PING"]])[0]
-        except StoreUnreachable as error:
-            raise StorageError(f"no RESP server at {self.options.address}: {error}") from error
-        if isinstance(answer, RespError):
-            raise StorageError(f"the RESP server at {self.options.address} refuses us: {answer}")
+        self._check_server()
         ttl_s = self.options.ttl_s
         logger.info(
             "L3 in the RESP server at %s; unused records live %s",
             self.options.address,
             f"{ttl_s:g} s" if ttl_s else "as long as the server keeps them",
         )
+
+    def _check_server(self) -> None:
+        """Raise StorageError where the server is away or wants nothing of us."""
+        address = self.options.address
+        try:
+            answer = self._ask([[b"PING"]])[0]
+        except StoreUnreachable as error:
+            if isinstance(error.__cause__, RespError):
+                raise StorageError(f"the RESP server at {address} refuses us: {error}") from error
+            raise StorageError(f"no RESP server at {address}: {error}") from error
+        if isinstance(answer, RespError):
+            raise StorageError(f"the RESP server at {address} refuses us: {answer}")
 
     def close(self) -> None:
         """End the connections; idempotent."""
@@ -131,7 +153,21 @@ class RedisStore(SharedPageStore):
         return not isinstance(self._ask([[b"PING"]])[0], RespError)
 
     def _look_up(self, names: Sequence[str]) -> list[bool]:
-        return [answer == 1 for answer in self._ask([[b"EXISTS", n.encode()] for n in names])]
+        # Not EXISTS: that another type of value is in the way would never be noticed.
+        answers = self._ask([[b"STRLEN", name.encode()] for name in names])
+        bad = []
+        for name, answer in zip(names, answers):
+            if isinstance(answer, RespError):
+                if str(answer).startswith("WRONGTYPE"):
+                    bad.append(name)
+                else:
+                    self._refused(answer)
+        if bad:
+            self._count(foreign=len(bad))
+            message = "%s holds no page but another type of value: removed (%d in this call)"
+            self._log.warning("type", message, bad[0], len(bad))
+            self._remove(bad)
+        return [isinstance(answer, int) and answer > 0 for answer in answers]
 
     def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
         outcomes: list[Outcome] = []

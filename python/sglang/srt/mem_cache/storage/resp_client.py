@@ -56,6 +56,11 @@ def parse_url(url: str) -> RespAddress:
     scheme = parts.scheme.replace("valkey", "redis")
     if scheme not in ("redis", "rediss", "unix"):
         raise ValueError("url must begin with redis://, rediss:// or unix://")
+    query = parse_qs(parts.query, keep_blank_values=True)
+    if unknown := sorted(set(query) - {"db"}):
+        raise ValueError(
+            f"url takes no {', '.join(unknown)} behind '?'; time limits are options of the backend"
+        )
     try:
         port, database = parts.port or _DEFAULT_PORT, _database(parts)
     except ValueError:

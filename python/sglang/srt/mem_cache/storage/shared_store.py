@@ -21,9 +21,8 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -69,8 +68,7 @@ class Outcome(Enum):
     FAILED = "failed"  # the transfer failed, or the store has no room
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """One page of a call. ``first_slot``: of its host page; ``buffers``: the page's bytes."""
 
     name: str
@@ -113,6 +111,10 @@ def owner_digest(owner: PageOwner) -> str:
     return hashlib.sha256(owner.file_suffix.encode()).hexdigest()[:16]
 
 
+def _default_namespace(owner: PageOwner) -> bytes:
+    return hashlib.sha256(b"no namespace given" + owner.file_suffix.encode()).digest()
+
+
 def chunks(records: Sequence[Record], max_bytes: float) -> Iterator[Sequence[Record]]:
     """Cut into runs of at most ``max_bytes`` bytes, at least one record each."""
     start = total = 0
@@ -145,6 +147,9 @@ class SharedPageStore(HiCacheStorage):
         self._prefixes = {
             is_shared: f"{prefix}/{owner_digest(owner)}/"
             for is_shared, owner in self._owners.items()
+        }
+        self._pool_prefixes = {
+            str(pool): self._prefixes[config.is_shared(pool)] for pool in PoolName
         }
         self._stats: Counter[str] = Counter()
         self._stats_lock = threading.Lock()
@@ -282,15 +287,18 @@ class SharedPageStore(HiCacheStorage):
         with self._stats_lock:
             return self._stats["corrupt"] + self._stats["foreign"]
 
+    def fault_counts(self) -> dict[str, int]:
+        """See the base class."""
+        with self._stats_lock:
+            stats = {"io_errors": self._stats["io_errors"], "dropped_pages": self._stats["dropped"]}
+        return {**stats, "outages": self.availability.num_outages}
+
     # -- records --
 
     def _names(self, keys: Sequence[str]) -> list[str]:
         """Names of the records of keys. Raises ValueError for a bad key."""
-        names = []
-        for key in keys:
-            is_shared = self.config.is_shared(PoolName(parse_storage_key(key).pool))
-            names.append(self._prefixes[is_shared] + key)
-        return names
+        prefixes = self._pool_prefixes
+        return [prefixes[parse_storage_key(key).pool] + key for key in keys]
 
     def _records(
         self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
@@ -314,14 +322,12 @@ class SharedPageStore(HiCacheStorage):
             for name, key, slot in zip(self._names(keys), keys, slots)
         ]
 
-    def _header(self, record: Record, namespace: bytes | None) -> bytes:
-        owner = record.expected.owner
-        default = hashlib.sha256(b"no namespace given" + owner.file_suffix.encode()).digest()
+    def _header(self, record: Record, namespace: bytes) -> bytes:
         return page_file.pack_header(
             PageMeta(
                 key=record.expected.key,
-                owner=owner,
-                namespace=namespace or default,
+                owner=record.expected.owner,
+                namespace=namespace,
                 payload_bytes=record.payload_bytes,
                 payload_checksum=page_file.checksum(record.buffers),
                 created_ns=time.time_ns(),
@@ -356,7 +362,8 @@ class SharedPageStore(HiCacheStorage):
         missing = [records[position] for position in positions]
         if not missing:
             return
-        outcomes = self._write(pool, missing, lambda record: self._header(record, namespace))
+        digest = namespace or _default_namespace(missing[0].expected.owner)
+        outcomes = self._write(pool, missing, lambda record: self._header(record, digest))
         for position, outcome in zip(positions, outcomes):
             written[position] = outcome is Outcome.DONE
         num_done = outcomes.count(Outcome.DONE)

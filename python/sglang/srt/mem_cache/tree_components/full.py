@@ -149,9 +149,7 @@ class FullComponent(TreeComponent):
                 continue
             if len(slots) != len(node.key):
                 raise InvariantError(f"{name} of {node!r} has {len(slots)} slots")
-            pages = slots.numpy().reshape(-1, page_size)
-            in_page = np.arange(page_size)
-            if (pages != pages[:, :1] + in_page).any() or (pages[:, 0] % page_size).any():
+            if page_size > 1 and not _are_whole_pages(slots.numpy(), page_size):
                 raise InvariantError(f"{name} of {node!r} is not whole pages: {slots.tolist()}")
         if data.value is None and data.host_value is None:
             raise InvariantError(f"{node!r} is on no tier")
@@ -161,3 +159,10 @@ class FullComponent(TreeComponent):
         of_children = sum(child.lock_ref for child in node.children.values())
         if data.lock_ref < of_children or (data.lock_ref and data.value is None):
             raise InvariantError(f"{node!r} has lock_ref {data.lock_ref}, children {of_children}")
+
+
+def _are_whole_pages(slots: np.ndarray, page_size: int) -> bool:
+    if len(slots) % page_size or (slots[::page_size] % page_size).any():
+        return False
+    pages = slots.reshape(-1, page_size)
+    return bool((pages == pages[:, :1] + np.arange(page_size)).all())

@@ -1,0 +1,165 @@
+"""What the Mooncake backend asks of the store's client: one block a record, and how many a call.
+
+Over a client that keeps records in a dictionary; the real store has its tests in
+``test/registered/hicache``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import pytest
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.memory_pool_host import HostKVCache
+from sglang.srt.mem_cache.storage import mooncake_store
+from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
+from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES
+from sglang.test.fakes.host_pages import get, holds, make_host_pool, page_hash, put
+
+
+class Client:
+    """The store's client, as far as the backend uses it; refuses memory that it does not know."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+        self.blocks: dict[int, int] = {}
+        self.calls: list[int] = []
+        self.priorities: set[int] = set()
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        self.blocks[address] = num_bytes
+        return 0
+
+    def unregister_buffer(self, address: int) -> int:
+        del self.blocks[address]
+        return 0
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [int(name in self.records) for name in names]
+
+    def batch_put_from(self, names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self.calls.append(len(names))
+        self.priorities.add(os.getpriority(os.PRIO_PROCESS, 0))
+        for name, address, size in zip(names, addresses, sizes):
+            self._check(address, size)
+            self.records.setdefault(name, ctypes.string_at(address, size))
+        return [0] * len(names)
+
+    def batch_get_into(self, names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self.priorities.add(os.getpriority(os.PRIO_PROCESS, 0))
+        return [self._get(*each) for each in zip(names, addresses, sizes)]
+
+    def _get(self, name: str, address: int, size: int) -> int:
+        self._check(address, size)
+        data = self.records.get(name)
+        if data is None:
+            return -704
+        if len(data) > size:
+            return -600
+        ctypes.memmove(address, data, len(data))
+        return len(data)
+
+    def _check(self, address: int, size: int) -> None:
+        assert any(
+            start <= address and address + size <= start + length
+            for start, length in self.blocks.items()
+        ), "memory that is not registered"
+
+    def remove(self, name: str, force: bool) -> int:
+        return 0 if self.records.pop(name, None) is not None else -704
+
+    def close(self) -> None:
+        assert self.blocks == {}, "memory is still registered"
+
+
+def make(monkeypatch: pytest.MonkeyPatch, pool: HostKVCache) -> tuple[MooncakeStore, Client]:
+    client = Client()
+    monkeypatch.setattr(mooncake_store, "_load", lambda options: None)
+    monkeypatch.setattr(mooncake_store, "_connect", lambda module, options: client)
+    extra: dict[str, Any] = {"master_server_address": "127.0.0.1:1"}
+    store = MooncakeStore(HiCacheStorageConfig(model_name="m", extra_config=extra))
+    store.register_mem_host_pool_v2(pool, PoolName.KV)
+    return store, client
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
+def test_a_record_is_one_block_whatever_the_layout(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    pool, other = (make_host_pool(layout=layout) for _ in range(2))
+    store, client = make(monkeypatch, pool)
+    assert put(store, pool, range(8)) == [True] * 8
+    assert {len(data) for data in client.records.values()} == {HEADER_BYTES + pool.bytes_per_page}
+    store.unregister_mem_host_pool_v2(PoolName.KV)
+    store.register_mem_host_pool_v2(other, PoolName.KV)
+    assert get(store, other, range(8)) == [True] * 8
+    assert all(holds(other, page, page) for page in range(8))
+    assert store._reading.has_staging == (layout == "layer_first")
+
+
+@pytest.mark.parametrize("num_bytes", [1, HEADER_BYTES, -1])
+def test_a_record_of_another_length_is_foreign_and_goes(
+    monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    """The client answers with a length: a short one must not count with what the pool had."""
+    pool = make_host_pool()
+    store, client = make(monkeypatch, pool)
+    put(store, pool, [1])
+    (name,) = client.records
+    for data in (client.records[name][:num_bytes], client.records[name] + b"x"):
+        client.records[name] = data
+        assert get(store, pool, [1]) == [False]
+        assert client.records == {} and store.batch_exists([page_hash(1)]) == 0
+        put(store, pool, [1])
+    assert store.get_stats()["foreign"] == 2
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "page_bytes", "most", "count"),
+    [
+        (1, 1000, 64 << 20, 1),
+        (128, 1000, 64 << 20, 128),
+        (129, 1000, 64 << 20, 65),
+        (128, 1 << 20, 64 << 20, 43),  # 63 would leave two over
+        (32, 1 << 20, 24 << 20, 16),
+        (32, 4 << 20, 64 << 20, 6),
+        (32, 8 << 20, 64 << 20, 3),
+        (2, 128 << 20, 64 << 20, 1),
+    ],
+)
+def test_many_small_records_and_few_large_ones_a_call(
+    num_pages: int, page_bytes: int, most: int, count: int
+) -> None:
+    size = HEADER_BYTES + page_bytes
+    assert mooncake_store._records_a_call(num_pages, size, most) == count
+
+
+def test_a_long_transfer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_host_pool(num_pages=200)
+    store, client = make(monkeypatch, pool)
+    assert put(store, pool, range(200)) == [True] * 200
+    assert client.calls == [100, 100]
+    assert get(store, pool, range(200)) == [True] * 200
+
+
+def test_who_polls_has_less_priority_than_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_host_pool()
+    store, client = make(monkeypatch, pool)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    put(store, pool, [1])
+    get(store, pool, [1])
+    assert client.priorities == {min(own + mooncake_store._NICENESS, 19)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_a_call_that_meets_a_closed_connection_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed while a transfer goes on in another thread."""
+    pool = make_host_pool()
+    store, _ = make(monkeypatch, pool)
+    put(store, pool, [1])
+    store._reading.close()
+    assert get(store, pool, [1]) == [False]
+    store.close()
