@@ -6,12 +6,8 @@ Trainer and engine are forks of this process, so that one that gloo ends is seen
 from __future__ import annotations
 
 import datetime
-import multiprocessing
-import os
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +23,7 @@ from sglang.srt.utils.network import get_free_ports
 from sglang.srt.utils.process_group import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang.test.fakes.trainer_group import Opening
+from sglang.test.forked import run_in_forks
 
 from .test_weight_updater import UP, assert_holds, make_runner, weights
 
@@ -82,41 +79,6 @@ FINE = ("as declared", "nothing", "an empty bucket")
 CLOSED = "group g was closed, open it again."
 
 
-def _in_processes(*targets: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
-    """What each returned."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in targets]
-    processes = [
-        context.Process(target=_run, args=(target, pipe[1], *arguments))
-        for (target, arguments), pipe in zip(targets, pipes)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        outcomes = []
-        for process, (receiver, _) in zip(processes, pipes):
-            deadline = time.monotonic() + 60
-            while not receiver.poll(0.1):
-                assert process.exitcode in (None, 0), f"ended with {process.exitcode}"
-                assert time.monotonic() < deadline, "a process hangs"
-            outcomes.append(receiver.recv())
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert all(is_fine for is_fine, _ in outcomes), outcomes
-    return [value for _, value in outcomes]
-
-
-def _run(function: Callable[..., Any], pipe: Connection, *arguments: Any) -> None:
-    torch.set_num_threads(1)  # the pool of threads does not survive a fork
-    try:
-        pipe.send((True, function(*arguments)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    os._exit(0)
-
-
 def _engine(folder: Path, ports: Sequence[int]) -> dict[str, str]:
     runner = make_runner(folder)
     updater = WeightUpdater(runner, model_path=str(folder), timeouts=TIMEOUTS)
@@ -166,7 +128,7 @@ def _trainer(ports: Sequence[int]) -> dict[str, float]:
 
 def test_broadcasts_that_are_not_as_declared(tmp_path: Path) -> None:
     ports = get_free_ports(len(CASES))
-    said, took = _in_processes((_engine, (tmp_path, ports)), (_trainer, (ports,)))
+    said, took = run_in_forks((_engine, (tmp_path, ports)), (_trainer, (ports,)))
     for case, (_, _, _, text) in CASES.items():
         assert text in said[case], (case, said[case])
         assert said[case].endswith(CLOSED) is (case not in FINE), said[case]
@@ -204,7 +166,7 @@ def _sender(port: int) -> None:
 def test_members_that_forward() -> None:
     [port] = get_free_ports(1)
     members = [(_member, (rank, port)) for rank in range(3)]
-    *said, _ = _in_processes(*members, (_sender, (port,)))
+    *said, _ = run_in_forks(*members, (_sender, (port,)))
     exact, longer, shorter = zip(*said)
     assert exact == ("fine",) * 3 and longer == ("more",) * 3
     # What a member forwards hides from the next that it was too short; all refuse together.

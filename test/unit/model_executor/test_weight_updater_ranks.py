@@ -5,13 +5,9 @@ The processes are forks of this one, so that torch need not be loaded again.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +32,7 @@ from sglang.srt.utils.serialization import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config, tiny_weights
 from sglang.test.fakes.trainer_group import Opening, ThreadTrainer
+from sglang.test.forked import run_in_forks
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -128,44 +125,11 @@ def _trainer(ports: list[int]) -> None:
     os._exit(0)  # without saying goodbye
 
 
-def _run(function: Callable[..., Any], pipe: Connection, *arguments: Any) -> None:
-    torch.set_num_threads(1)  # the pool of threads does not survive a fork
-    try:
-        pipe.send((True, function(*arguments)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    os._exit(0)
-
-
-def _outcomes(*targets: tuple[Callable[..., Any], tuple[Any, ...]]) -> list[Any]:
-    """What the processes of two ranks said; further ones go on until then."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in targets]
-    processes = [
-        context.Process(target=_run, args=(target, pipe[1], *arguments))
-        for (target, arguments), pipe in zip(targets, pipes)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        outcomes = []
-        for receiver, _ in pipes[:2]:
-            assert receiver.poll(60), "a rank hangs"
-            outcomes.append(receiver.recv())
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert all(is_fine for is_fine, _ in outcomes), outcomes
-    return [said for _, said in outcomes]
-
-
 def test_two_ranks_and_a_trainer(tmp_path: Path) -> None:
     folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
     ports = get_free_ports(2)
-    first, second = _outcomes(
-        (_engine, (0, folder, ports)), (_engine, (1, folder, ports)), (_trainer, (ports,))
-    )
+    engines = [(_engine, (rank, folder, ports)) for rank in range(2)]
+    first, second = run_in_forks(*engines, (_trainer, (ports,)), num_awaited=2)
     assert first == second, "every rank says the same"
     assert first["start"] == first["end"] != first["first"]
     assert "cannot read serialized" in first["refused"]
@@ -211,7 +175,7 @@ def _joiner(rank: int, folder: str, ports: list[int]) -> list[str]:
 def test_ranks_agree_on_joining(tmp_path: Path) -> None:
     folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
     ports = get_free_ports(2)
-    first, second = _outcomes((_joiner, (0, folder, ports)), (_joiner, (1, folder, ports)))
+    first, second = run_in_forks((_joiner, (0, folder, ports)), (_joiner, (1, folder, ports)))
     assert first == second
     assert "rank 2 is outside of a group of 2" in first[0] and "no net" in first[1]
     assert "Succeeded to destroy" in first[2] and "was destroyed before" in first[3]

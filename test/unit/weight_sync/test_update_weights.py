@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
-import traceback
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -16,6 +12,7 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.utils.network import get_free_port
 from sglang.srt.utils.serialization import MultiprocessingSerializer
 from sglang.srt.weight_sync.utils import update_weights
+from sglang.test.forked import run_in_forks
 
 
 class _Engine:
@@ -41,33 +38,12 @@ def _train(rank: int, port: int) -> Any:
     return asyncio.run(update_weights(_Engine(), batch, "tp", mesh))
 
 
-def _run(pipe: Connection, *arguments: Any) -> None:
-    torch.set_num_threads(1)  # the pool of threads does not survive a fork
-    try:
-        pipe.send(_train(*arguments))
-    except BaseException:
-        pipe.send(traceback.format_exc())
-    os._exit(0)
-
-
 def test_each_rank_gets_its_own_copy_and_split_tensors_whole() -> None:
     # Takes seconds: once, before the fork, and only in the worker that runs this.
     import torch.distributed.tensor  # noqa: F401
 
-    context = multiprocessing.get_context("fork")
     port = get_free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    processes = [
-        context.Process(target=_run, args=(pipe[1], rank, port)) for rank, pipe in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        seen = [receiver.recv() if receiver.poll(60) else "hangs" for receiver, _ in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    seen = run_in_forks((_train, (0, port)), (_train, (1, port)))
     whole = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert seen[0] == [
         [("full", [0.0, 0.0]), ("split", whole)],
