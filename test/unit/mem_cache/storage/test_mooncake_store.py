@@ -7,14 +7,18 @@ Over a client that keeps records in a dictionary; the real store has its tests i
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import threading
+import time
 from typing import Any
 
 import pytest
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
-from sglang.srt.mem_cache.storage import mooncake_store
+from sglang.srt.mem_cache.storage import mooncake_store, page_file
+from sglang.srt.mem_cache.storage.availability import Availability
 from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES
 from sglang.test.fakes.host_pages import get, holds, make_host_pool, page_hash, put
@@ -153,6 +157,94 @@ def test_who_polls_has_less_priority_than_who_serves(monkeypatch: pytest.MonkeyP
     get(store, pool, [1])
     assert client.priorities == {min(own + mooncake_store._NICENESS, 19)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_headers_are_made_while_others_move(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """A call ends when a page of the next one has been looked at."""
+    pool = make_host_pool(num_pages=12, layout=layout)
+    store, client = make(monkeypatch, pool)
+    of_three_pages(store, pool)
+    seen = threading.Semaphore(0)
+    put_from, checksum = client.batch_put_from, page_file.checksum
+
+    def see(*arguments: Any) -> int:
+        seen.release()
+        return checksum(*arguments)
+
+    def put_slowly(*arguments: Any) -> list[int]:
+        for _ in range(3 if len(client.calls) == 3 else 4):
+            assert seen.acquire(timeout=5), "the pages of the next call wait for this one"
+        for _ in range(0 if len(client.calls) == 3 else 1):
+            seen.release()
+        return put_from(*arguments)
+
+    monkeypatch.setattr(page_file, "checksum", see)
+    monkeypatch.setattr(client, "batch_put_from", put_slowly)
+    assert put(store, pool, range(12)) == [True] * 12
+    assert client.calls == [3] * 4
+    monkeypatch.undo()
+    assert get(store, pool, range(12)) == [True] * 12
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_pages_are_checked_while_others_move(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """What a call has brought is looked at when the next one has begun."""
+    pool, other = (make_host_pool(num_pages=12, layout=layout) for _ in range(2))
+    store, client = make(monkeypatch, pool)
+    assert put(store, pool, range(12)) == [True] * 12
+    store.unregister_mem_host_pool_v2(PoolName.KV)
+    store.register_mem_host_pool_v2(other, PoolName.KV)
+    of_three_pages(store, other)
+    begun = [threading.Event() for _ in range(4)]
+    numbers, num_seen = itertools.count(), itertools.count()
+    get_into, checksum = client.batch_get_into, mooncake_store.checksum
+
+    def see(*arguments: Any) -> int:
+        call = next(num_seen) // 3
+        assert begun[min(call + 1, 3)].wait(timeout=5), "the next call waits for these pages"
+        return checksum(*arguments)
+
+    def get_and_tell(*arguments: Any) -> list[int]:
+        begun[next(numbers)].set()
+        return get_into(*arguments)
+
+    monkeypatch.setattr(mooncake_store, "checksum", see)
+    monkeypatch.setattr(client, "batch_get_into", get_and_tell)
+    assert get(store, other, range(12)) == [True] * 12
+    assert next(num_seen) == 12
+    assert all(holds(other, page, page) for page in range(12))
+
+
+@pytest.mark.parametrize("code", [-800, -900])
+def test_nothing_moves_behind_a_transfer_that_failed(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Nor is anything on its way when the answer is there."""
+    pool = make_host_pool(num_pages=12)
+    store, client = make(monkeypatch, pool)
+    of_three_pages(store, pool)
+    put(store, pool, range(12))
+    calls: list[str] = []
+
+    def fail(names: list[str], *arguments: Any) -> list[int]:
+        calls.append(names[0])
+        time.sleep(0.05)
+        return [code] * len(names)
+
+    monkeypatch.setattr(client, "batch_get_into", fail)
+    monkeypatch.setattr(client, "batch_put_from", fail)
+    assert get(store, pool, range(12)) == [False] * 12
+    assert len(calls) == 1
+    client.records.clear()
+    monkeypatch.setattr(store, "availability", Availability("the store", lambda: True))
+    assert put(store, pool, range(12)) == [False] * 12
+    assert len(calls) == 2
+
+
+def of_three_pages(store: MooncakeStore, pool: HostKVCache) -> None:
+    """Let a call move three pages at most."""
+    store._reading.run_bytes = store._writing.run_bytes = 3 * (HEADER_BYTES + pool.bytes_per_page)
 
 
 def test_a_call_that_meets_a_closed_connection_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

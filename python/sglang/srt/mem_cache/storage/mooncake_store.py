@@ -23,8 +23,9 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, StorageError
@@ -47,15 +48,17 @@ logger = logging.getLogger(__name__)
 _TOO_LONG = -600
 _NOT_FOUND = -704
 _RPC_FAILURES = range(-999, -899)
+_ANSWERS = (_TOO_LONG, _NOT_FOUND)  # of a store that is well
+_NOT_TRIED = -1  # ours: a call before has failed
 
 _CONNECT_TIMEOUT_S = 2.0
-# Of one call of the client. A write asks the master twice, which costs as much as a twentieth of
-# 24 MiB; with many large pages at once the TCP transport may move half as much, or less (measured
-# from 4 MiB on). A read must end within the master's lease (10 s by default), also where the
-# network is slow.
+# Of one call of the client. While one moves, the pages of another are checked, so that there should
+# be several; but a write asks the master twice, which costs as much as a twentieth of 24 MiB. With
+# many large pages at once the TCP transport may move half as much, or less (measured from 4 MiB
+# on). A read must end within the master's lease (10 s by default), also where the network is slow.
 _RUN_RECORDS = 128
-_WRITE_BYTES = 96 << 20
-_READ_BYTES = 24 << 20
+_WRITE_BYTES = 48 << 20
+_READ_BYTES = 12 << 20
 _LARGE_RECORD_BYTES = 3 << 20
 _RUN_BYTES_OF_LARGE = 25 << 20
 _STAGING_BYTES = 24 << 20
@@ -92,15 +95,42 @@ class _Lane:
         self.has_staging = False
         self._staging: _Block | None = None
 
-    def call(self, function: Callable[..., list[int]], *arguments: object) -> list[int]:
-        """Return what a call of the client returns. Raises StoreUnreachable when closed."""
+    def move(
+        self, function: Callable[..., list[int]], runs: Iterable[list[_Placed]], *options: object
+    ) -> Iterator[tuple[list[_Placed], list[int]]]:
+        """Move runs, a call each, and yield them with the results of their records.
+
+        While the caller prepares one run or looks at one that was moved, another is on its way.
+        None is any more once this has ended or was closed. Behind a transfer that failed nothing
+        is tried. Raises StoreUnreachable.
+        """
+        is_broken = threading.Event()
+        moving: deque[tuple[list[_Placed], Future[list[int]]]] = deque()
         try:
-            call = self._thread.submit(function, *arguments)
+            for run in runs:
+                moving.append((run, self._start(is_broken, function, *_arguments(run), *options)))
+                if len(moving) > 1:
+                    yield _moved(*moving.popleft())
+            while moving:
+                yield _moved(*moving.popleft())
+        finally:
+            wait([call for _, call in moving if not call.cancel()])
+
+    def _start(
+        self, is_broken: threading.Event, function: Callable[..., list[int]], *arguments: Any
+    ) -> Future[list[int]]:
+        def call() -> list[int]:
+            if is_broken.is_set():
+                return [_NOT_TRIED] * len(arguments[0])
+            codes = function(*arguments)
+            if any(code < 0 and code not in _ANSWERS for code in codes):
+                is_broken.set()
+            return codes
+
+        try:
+            return self._thread.submit(call)
         except RuntimeError as error:
             raise StoreUnreachable("the connection is closed") from error
-        codes = call.result()
-        _check_reached(codes)
-        return codes
 
     def close(self) -> None:
         """End the thread, after the call that it may be in."""
@@ -240,8 +270,8 @@ class MooncakeStore(SharedPageStore):
     def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         with self._reading.lock:
-            for run in self._runs(pool, records, self._reading):
-                codes = self._reading.call(self._client.batch_get_into, *_arguments(run))
+            runs = self._runs(pool, records, self._reading)
+            for run, codes in self._reading.move(self._client.batch_get_into, runs):
                 # All checksums first: the passes over the pages displace the code of the rest.
                 sums = [checksum([placed.block[HEADER_BYTES:]]) for placed in run]
                 found = [self._finish_read(*each) for each in zip(run, codes, sums)]
@@ -267,13 +297,16 @@ class MooncakeStore(SharedPageStore):
     def _write(
         self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
     ) -> list[Outcome]:
+        def ready(run: list[_Placed]) -> list[_Placed]:
+            for placed in run:
+                placed.gather(make_header(placed.record))
+            return run
+
         outcomes: list[Outcome] = []
         with self._writing.lock:
-            for run in self._runs(pool, records, self._writing):
-                for placed in run:
-                    placed.gather(make_header(placed.record))
-                arguments = (*_arguments(run), *self._put_options)
-                codes = self._writing.call(self._client.batch_put_from, *arguments)
+            runs = map(ready, self._runs(pool, records, self._writing))
+            put = self._client.batch_put_from
+            for _, codes in self._writing.move(put, runs, *self._put_options):
                 outcomes += [Outcome.DONE if code >= 0 else Outcome.FAILED for code in codes]
                 if min(codes) < 0:
                     break
@@ -308,11 +341,11 @@ class MooncakeStore(SharedPageStore):
         if not records:
             return
         is_direct = pool in self._direct
-        most = lane.run_bytes if is_direct else min(lane.run_bytes, _STAGING_BYTES)
+        most = lane.run_bytes if is_direct else min(lane.run_bytes, _STAGING_BYTES // 2)
         size = _records_a_call(len(records), records[0].num_bytes, most)
-        for start in range(0, len(records), size):
+        for number, start in enumerate(range(0, len(records), size)):
             run = records[start : start + size]
-            yield self._in_pool(pool, run) if is_direct else _in_staging(lane, run)
+            yield self._in_pool(pool, run) if is_direct else _in_staging(lane, run, number)
 
     def _in_pool(self, pool: PoolName, records: Sequence[Record]) -> list[_Placed]:
         host_pool = self.pools[pool]
@@ -333,14 +366,16 @@ def _records_a_call(num_records: int, num_bytes: int, most_bytes: int) -> int:
     return math.ceil(num_records / math.ceil(num_records / most))
 
 
-def _in_staging(lane: _Lane, records: Sequence[Record]) -> list[_Placed]:
+def _in_staging(lane: _Lane, records: Sequence[Record], number: int) -> list[_Placed]:
+    """Place one run: in halves by turns, since two runs are under way at a time."""
     num_bytes = records[0].num_bytes
-    staging = lane.staging(len(records) * num_bytes)
+    half_bytes = max(len(records) * num_bytes, _STAGING_BYTES // 2)
+    staging = lane.staging(2 * half_bytes)
+    first = number % 2 * half_bytes
     placed: list[_Placed] = []
-    for number, record in enumerate(records):
-        start = number * num_bytes
+    for start in range(first, first + len(records) * num_bytes, num_bytes):
         block = staging.view[start : start + num_bytes]
-        placed.append(_Staged(record, block, staging.address + start))
+        placed.append(_Staged(records[len(placed)], block, staging.address + start))
     return placed
 
 
@@ -359,6 +394,12 @@ def _arguments(run: list[_Placed]) -> tuple[list[str], list[int], list[int]]:
         [placed.address for placed in run],
         [placed.block.nbytes for placed in run],
     )
+
+
+def _moved(run: list[_Placed], call: Future[list[int]]) -> tuple[list[_Placed], list[int]]:
+    codes = call.result()
+    _check_reached(codes)
+    return run, codes
 
 
 def _check_reached(codes: Sequence[int]) -> None:
