@@ -24,8 +24,9 @@ from sglang.srt.managers.io_struct import (
     GetHiCacheStatusReqInput,
     GetHiCacheStatusReqOutput,
 )
-from sglang.srt.mem_cache.backend_opening import BackendOpening, OpeningState
+from sglang.srt.mem_cache.backend_opening import BackendOpening
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.utils.attempt import AttemptState
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +197,9 @@ class HiCacheControl:
         if pending is None:
             return
         state = self._tree_cache.opening_state(pending.opening)
-        if state is OpeningState.OPENING:
+        if state is AttemptState.PENDING:
             return
-        if state is OpeningState.FAILED:
+        if state is AttemptState.FAILED:
             self._give_up(pending.opening.failure or "Another rank could not attach storage.")
             return
         if pending.last_moment is None:

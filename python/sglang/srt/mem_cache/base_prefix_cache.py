@@ -27,7 +27,7 @@ import torch
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.backend_opening import BackendOpening, OpeningState
+from sglang.srt.mem_cache.backend_opening import BackendOpening
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.page_key import PageHash, RadixKey, TokenIds
 from sglang.srt.mem_cache.state_snapshots import PrefillSpan, StatePlan, StateSnapshots
 from sglang.srt.mem_cache.swa_allocator import swa_part
 from sglang.srt.mem_cache.tree_components.base import TreeNode
+from sglang.srt.utils.attempt import AttemptState
 
 
 class CacheableReq(Protocol):
@@ -477,8 +478,8 @@ class BasePrefixCache(ABC):
 
         return BackendOpening("no storage", refuse)
 
-    def opening_state(self, opening: BackendOpening) -> OpeningState:
-        """How it ended on all ranks, FAILED if on one; OPENING until it has on every one."""
+    def opening_state(self, opening: BackendOpening) -> AttemptState:
+        """How it ended on all ranks, FAILED if on one; PENDING until it has on every one."""
         return opening.state
 
     def attach_storage_backend(

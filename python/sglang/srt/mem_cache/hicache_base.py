@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.backend_opening import BackendOpening, OpeningState
+from sglang.srt.mem_cache.backend_opening import BackendOpening
 from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
 from sglang.srt.mem_cache.hicache_prefetch import HiCachePrefetch
 from sglang.srt.mem_cache.hicache_records import (
@@ -52,6 +52,7 @@ from sglang.srt.mem_cache.storage.extra_config import ExtraConfig, parse_extra_c
 from sglang.srt.mem_cache.storage_control import StorageControlQueues, TickCounts
 from sglang.srt.mem_cache.storage_threads import StorageOperation
 from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
+from sglang.srt.utils.attempt import AttemptState
 
 logger = logging.getLogger(__name__)
 
@@ -384,15 +385,15 @@ class HiCacheTreeBase(HiCachePrefetch):
 
         return BackendOpening(name, make)
 
-    def opening_state(self, opening: BackendOpening) -> OpeningState:
+    def opening_state(self, opening: BackendOpening) -> AttemptState:
         """See ``BasePrefixCache``. Collective."""
         min_reduce = self.hicache.min_reduce
         state = opening.state
         if min_reduce is None:
             return state
         # Until all have ended: rank 0, which answers, can say why.
-        is_over, least = min_reduce([int(state is not OpeningState.OPENING), int(state)])
-        return OpeningState(least) if is_over else OpeningState.OPENING
+        is_over, least = min_reduce([int(state is not AttemptState.PENDING), int(state)])
+        return AttemptState(least) if is_over else AttemptState.PENDING
 
     def attach_storage_backend(
         self, opened: BackendOpening | None = None, **config: Any

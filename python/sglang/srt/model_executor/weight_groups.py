@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from sglang.srt.model_executor.weight_group_join import (
     GroupJoin,
-    JoinState,
     Membership,
     close_group,
 )
 from sglang.srt.model_executor.weight_receive import ReceiveBuffers, TensorSpec
 from sglang.srt.platforms import current_platform
+from sglang.srt.utils.attempt import AttemptState
 from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class WeightGroups:
         self._joins[group_name] = GroupJoin(member, self._timeouts.join_s)
 
     @property
-    def join_states(self) -> dict[str, JoinState]:
+    def join_states(self) -> dict[str, AttemptState]:
         """Of the groups that are being joined; the same names in the same order on all ranks."""
         return {name: join.state for name, join in self._joins.items()}
 
@@ -114,9 +114,9 @@ class WeightGroups:
         Nothing if it goes on.
         """
         join = self._joins[group_name]
-        if join.state is JoinState.PENDING:
+        if join.state is AttemptState.PENDING:
             return
-        group = join.result()
+        group = join.take()
         del self._joins[group_name]
         # gloo ends a transfer itself after this time; NCCL is watched here and ended earlier.
         is_nccl = join.member.backend == "nccl"

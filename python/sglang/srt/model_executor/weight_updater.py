@@ -25,7 +25,6 @@ from sglang.srt.layers.weight_slot import iterate_weight_slots
 from sglang.srt.mem_cache.page_key import kv_namespace
 from sglang.srt.model_executor.decode_runner import DecodeRunner
 from sglang.srt.model_executor.weight_checker import WeightChecker
-from sglang.srt.model_executor.weight_group_join import JoinState
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts, WeightGroups
 from sglang.srt.model_executor.weight_ipc import own_address, receive_over_ipc
 from sglang.srt.model_executor.weight_names import (
@@ -50,6 +49,7 @@ from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint, persi
 from sglang.srt.model_loader.weight_utils import Checkpoint, open_checkpoint
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.platforms import current_platform
+from sglang.srt.utils.attempt import AttemptState
 from sglang.srt.utils.serialization import MultiprocessingSerializer, UnsafePickleError
 from sglang.srt.weight_sync.tensor_bucket import (
     FlattenedTensorBucket,
@@ -268,7 +268,7 @@ class WeightUpdater:
         states = list(self._groups.join_states.items())
         least = all_reduce_min(torch.tensor([state for _, state in states]), self._tp.cpu_group)
         for (name, _), state in zip(states, least.tolist()):
-            if state != JoinState.PENDING:
+            if state != AttemptState.PENDING:
                 attempt = functools.partial(self._groups.finish_joining, name)
                 self._end_joining(name, self._attempt(attempt))
 
