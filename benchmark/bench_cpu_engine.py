@@ -1,4 +1,4 @@
-"""CPU speed of the engine against its limits and against `transformers` (targets P15 and P16).
+"""CPU speed of the engine against its limits and against `transformers`.
 
 Two processes with the same weights and number of threads, one for the engine (scheduler, caches,
 model and sampler, without HTTP), one for transformers. They take turns A-B-B-A, so that what else
@@ -6,9 +6,10 @@ the machine does hits both alike; the figures are medians over the rounds.
 
 * prefill: one prompt of `--prefill` random tokens, first token included, tokens per second;
 * decode: tokens per second of batches 1 and 8 at a context of 64, after the first token;
-* P15: the engine's decode at batch 1 ÷ (read bandwidth ÷ bytes of the weights), the bandwidth
-  measured in the same process and round by streaming through a buffer larger than any cache;
-* P16: engine ÷ transformers.
+* of the limit: the engine's decode at batch 1 ÷ (read bandwidth ÷ bytes of the weights), the
+  bandwidth measured in the same process and round by streaming through a buffer larger than any
+  cache;
+* ratio: engine ÷ transformers.
 
     python benchmark/bench_cpu_engine.py --model FOLDER [--threads 2] [--rounds 5] [--json FILE]
     python benchmark/bench_cpu_engine.py --small      # a tiny random model: a self-test
@@ -265,12 +266,12 @@ def report(figures: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
             f"{name:<12} {engine[name]:>10.1f} {peer[name]:>13.1f} "
             f"{engine[name] / peer[name]:>7.2f}  ({spread})\n"
         )
-    p15 = engine["decode_b1"] / engine["limit_b1"]
+    of_limit = engine["decode_b1"] / engine["limit_b1"]
     sys.stdout.write(
-        f"P15: {engine['decode_b1']:.1f} of {engine['limit_b1']:.1f} tokens/s that "
-        f"{engine['bandwidth_gb_s']:.1f} GB/s allow = {p15:.2f}\n"
+        f"decode, batch 1: {engine['decode_b1']:.1f} of {engine['limit_b1']:.1f} tokens/s that "
+        f"{engine['bandwidth_gb_s']:.1f} GB/s allow = {of_limit:.2f}\n"
     )
-    return {"median": median, "p15": p15, "rounds": figures}
+    return {"median": median, "of_limit": of_limit, "rounds": figures}
 
 
 def main() -> None:

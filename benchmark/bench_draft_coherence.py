@@ -1,4 +1,4 @@
-"""Does speculation keep its accept length when prefixes come back from host and storage? (P11)
+"""Does speculation keep its accept length when prefixes come back from host and storage?
 
     python benchmark/bench_draft_coherence.py --model FOLDER --draft FOLDER      # 500 requests
     python benchmark/bench_draft_coherence.py --small                            # a self-test

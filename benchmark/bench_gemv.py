@@ -1,6 +1,6 @@
 """How close the product of one token with a weight comes to the read bandwidth: a table.
 
-    python benchmark/bench_gemv.py [--sweep]
+    python benchmark/bench_gemv.py [--sweep] [--json FILE]
 
 Shapes are those of Llama-3.1-8B. Launches are captured and replayed over as many copies of the
 weight as it takes to leave the cache; the share is of the read bandwidth (the maximum of 2 GiB of
@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import logging
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -90,6 +92,7 @@ def bench_shape(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="try other block sizes too")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     configs = sweep_configs() if args.sweep else []
@@ -101,9 +104,14 @@ def main() -> None:
             list(pool.map(compile_one, *zip(*jobs)))
     bandwidth = read_bandwidth()
     logger.info("read bandwidth %.0f GB/s", bandwidth / 1e9)
+    rows = []
     for name in SHAPES:
-        for _, line, _ in bench_shape(name, configs, bandwidth):
+        for share, line, config in bench_shape(name, configs, bandwidth):
             logger.info("%s", line)
+            rows.append({"shape": name, "share": share, "config": str(config or "PyTorch")})
+    if args.json is not None:
+        report = {"read_bytes_per_s": bandwidth, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the hierarchical cache costs and saves, on a real server: P7, P8, P9 and P14 (flush).
+"""What the hierarchical cache costs and saves, on a real server: times, rates, flush.
 
     python benchmark/bench_hicache.py --model benchmark/shapes/llama-3.1-8b       # one GPU
     python benchmark/bench_hicache.py --device cpu --small                        # a self-test

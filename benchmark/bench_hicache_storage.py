@@ -1,6 +1,6 @@
 """How fast storage backends move pages from and to host memory, against the plain way.
 
-`--backend file`, first half of P9: GB/s of `batch_get_v2` (verified, counted in the backend)
+`--backend file`: GB/s of `batch_get_v2` (verified, counted in the backend)
 divided by GB/s of `preadv` of the same files into the same memory by as many threads. The two
 alternate (A-B-B-A). With `--busy` a third thread runs Python for one millisecond of five, as a
 scheduler does whose device decodes; with a real one beside it: `bench_hicache.py`. Pages are read
@@ -9,7 +9,7 @@ from the page cache unless `--cold` drops them before each round.
 `--backend mooncake` and `redis`: MB/s against the store's own batch calls, reads and writes; see
 `hicache_shared_stores.py`.
 
-    python benchmark/bench_hicache_storage.py --threads 1 2 --out storage.json
+    python benchmark/bench_hicache_storage.py --threads 1 2 --json storage.json
     python benchmark/bench_hicache_storage.py --backend mooncake --page-mib 0.7 4
 """
 
@@ -268,7 +268,7 @@ def _file_report(args: argparse.Namespace) -> dict[str, object]:
     sys.stdout.write(format_rows(rows) + "\n")
     sys.stdout.write(f"read / plain at worst {worst:.2f} (floor {FLOOR}, aim {AIM})\n")
     return {
-        "question": "P9: L3 file read against a plain read of the same files",
+        "question": "L3 file read against a plain read of the same files",
         "worst_ratio": worst,
         "floor": FLOOR,
         "aim": AIM,
@@ -316,7 +316,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--busy", action="store_true", help="file: beside a busy thread as well")
     parser.add_argument("--cold", action="store_true", help="file: from the disk, not its cache")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the JSON")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
     args = parser.parse_args()
     if args.layouts is None:
         # Servers with a shared store keep pages in one piece.
@@ -328,8 +328,8 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
     }
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

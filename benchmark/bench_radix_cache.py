@@ -1,9 +1,9 @@
-"""How long the scheduler waits for the radix cache and the slot allocators (P18, part of P17).
+"""How long the scheduler waits for the radix cache and the slot allocators.
 
 Builds a tree of many nodes, then times match + insert of a long prompt in it, eviction, locks, and
 the allocators' batch calls. Prints a table and writes JSON. CPU only, one thread.
 
-    python benchmark/bench_radix_cache.py --out radix.json
+    python benchmark/bench_radix_cache.py --json radix.json
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def main() -> None:
     """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--small", action="store_true", help="a tiny tree, for a quick check")
-    parser.add_argument("--out", type=Path, default=None, help="where to write the JSON")
+    parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[1, 16, 64])
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -218,7 +218,7 @@ def main() -> None:
         rows += tree_rows + bench_allocator(sizes, page_size)
     worst_ms = max(row.median_us for row in rows if row.name.startswith("match+insert")) / 1000
     report = {
-        "question": "P18: match + insert of a 4k prompt in a tree of 100k nodes",
+        "question": "match + insert of a 4k prompt in a tree of 100k nodes",
         "sizes": asdict(sizes),
         "nodes": num_nodes,
         "worst_match_insert_ms": worst_ms,
@@ -233,8 +233,8 @@ def main() -> None:
     lines += [f"{r.page_size:>5} {r.name:<36} {r.median_us:>10} {r.p90_us:>10}" for r in rows]
     lines.append(f"match + insert at worst {worst_ms:.3f} ms (floor {FLOOR_MS}, aim {AIM_MS})")
     sys.stdout.write("\n".join(lines) + "\n")
-    if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ from sglang.test.fakes.served_scheduler import ServedScheduler
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-FLOOR_AT_ONE, WANTED_AT_ONE = 0.55, 0.8
+# Least ratio at batch 1, as a share of the accept length.
+FLOOR_AT_ONE = 0.55
 TEXTS = (
     "Explain why the sky is blue.",
     "Write a short story about a lighthouse keeper.",

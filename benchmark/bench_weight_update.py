@@ -1,4 +1,4 @@
-"""New weights for a running server: how long it takes (P13), and how fast it stops (P14).
+"""New weights for a running server: how long it takes, and how fast it stops.
 
     python benchmark/bench_weight_update.py --model benchmark/shapes/llama-3.1-8b
     python benchmark/bench_weight_update.py --device cpu --small            # a self-test

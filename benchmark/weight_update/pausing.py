@@ -1,4 +1,4 @@
-"""How fast a busy server stands still, and how fast it goes on (P14).
+"""How fast a busy server stands still, and how fast it goes on.
 
 A batch decodes; one of its requests streams. `/pause_generation` in mode `in_place`: time until its
 answer, which comes when the last step is done, and until the last token that still arrives.

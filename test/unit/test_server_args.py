@@ -16,6 +16,7 @@ import pytest
 import sglang
 from sglang import cli
 from sglang.srt import server_args_validation as validation
+from sglang.srt.environ import envs
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
 from sglang.srt.server_args_fields import LEGACY_FLAGS, human_int
 from sglang.test.source_trees import syntax_tree
@@ -510,3 +511,16 @@ def test_help_and_version(
     for argv, text in ((["serve", "--help"], "--page-size"), (["version"], "sglang 0.")):
         assert not _exit_code(argv)
         assert text in capsys.readouterr().out
+
+
+def test_help_says_defaults_what_is_missing_and_every_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        _parse("--help")
+    # Lines are broken to the width of the terminal.
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Port that the HTTP server listens on. Default: 30000." in text
+    assert "Serve LoRA adapters. Not available in this release." in text
+    assert "Available in this release: cache." in text
+    assert all(variable.name in text for variable in envs.all())

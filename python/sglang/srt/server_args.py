@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sglang.srt.environ import envs
 from sglang.srt.server_args_fields import LEGACY_FLAGS, CliArg, ServerArgsFields
-from sglang.srt.server_args_validation import normalize, validate
+from sglang.srt.server_args_validation import availability, normalize, validate
 from sglang.srt.utils.liveness import LivenessCounter
 from sglang.srt.utils.network import NetworkAddress, get_free_ports
 from sglang.srt.utils.owned_folder import make_owned_folder, remove_owned_folder
@@ -128,9 +130,10 @@ def _element_type(hint: Any) -> type:
 def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field[Any], hint: Any) -> None:
     cli: CliArg = spec.metadata["cli"]
     names = ["--" + spec.name.replace("_", "-"), *cli.aliases]
+    help_text = _help_of(spec, cli)
     if hint is bool:
         parser.add_argument(
-            *names, dest=spec.name, action="store_true", default=spec.default, help=cli.help
+            *names, dest=spec.name, action="store_true", default=spec.default, help=help_text
         )
         return
     options: dict[str, Any] = {"type": _parser_of(cli.parse or _element_type(hint))}
@@ -144,7 +147,28 @@ def _add_flag(parser: argparse.ArgumentParser, spec: dataclasses.Field[Any], hin
         options["default"] = spec.default_factory()
     else:
         options["required"] = True
-    parser.add_argument(*names, dest=spec.name, help=cli.help, **options)
+    parser.add_argument(*names, dest=spec.name, help=help_text, **options)
+
+
+def _help_of(spec: dataclasses.Field[Any], cli: CliArg) -> str:
+    """The field's sentence, its default where that says something, and what of it is missing."""
+    parts = [cli.help]
+    if isinstance(spec.default, str | int | float) and not isinstance(spec.default, bool):
+        parts.append(f"Default: {spec.default}.")
+    parts.append(availability(spec.name))
+    return " ".join(part for part in parts if part)
+
+
+def _environment_help() -> str:
+    """The variables that the server reads, formatted for the end of `--help`."""
+    lines = ["environment variables:"]
+    for variable in envs.all():
+        default = "" if variable.default is None else f" Default: {variable.default}."
+        lines.append(f"  {variable.name}")
+        lines += textwrap.wrap(
+            f"{variable.__doc__}{default}", 80, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
+    return "\n".join(lines)
 
 
 def _parser_of(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -203,7 +227,11 @@ def prepare_server_args(argv: Sequence[str], defaults: Sequence[str] = ()) -> Se
     config = finder.parse_known_args(argv)[0].config
     if config is not None:
         argv = _config_argv(config) + argv
-    parser = _Parser(prog="sglang serve")
+    parser = _Parser(
+        prog="sglang serve",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_environment_help(),
+    )
     ServerArgs.add_cli_args(parser)
     namespace = parser.parse_args([*defaults, *argv])
     if namespace.config != config:

@@ -155,11 +155,25 @@ def check_built(args: ServerArgsFields) -> None:
         allowed = row.allowed if row.allowed is not None else (_default_of(row.field),)
         if value in allowed or (row.allowed is None and not value and not allowed[0]):
             continue
+        given = "" if row.allowed is None and isinstance(value, bool) else f" {value}"
+        others = "" if row.allowed is None else f" Available: {_named(row.allowed)}."
         raise ValueError(
-            f"{_flag(row.field)} {value}: {row.what} is not available in this release."
-            if row.allowed is not None or not isinstance(value, bool)
-            else f"{_flag(row.field)}: {row.what} is not available in this release."
+            f"{_flag(row.field)}{given}: {row.what} is not available in this release.{others}"
         )
+
+
+def _named(allowed: tuple[Any, ...]) -> str:
+    return ", ".join(value for value in allowed if value is not None)
+
+
+def availability(name: str) -> str:
+    """What `--help` says of a field whose feature is missing or there in part; else ""."""
+    for row in NOT_BUILT:
+        if row.field == name:
+            if row.allowed is None:
+                return "Not available in this release."
+            return f"Available in this release: {_named(row.allowed)}."
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -382,10 +396,14 @@ def warn_ignored(args: ServerArgsFields) -> None:
 _HICACHE_ONLY = (
     "hicache_ratio",
     "hicache_size",
+    "hicache_host_memory_fraction",
     "hicache_write_policy",
+    "hicache_io_backend",
+    "hicache_mem_layout",
     "hicache_storage_backend",
     "hicache_storage_backend_extra_config",
     "hicache_storage_prefetch_policy",
+    "hicache_draft_storage_policy",
 )
 
 _CUDA_ONLY = (
@@ -650,6 +668,14 @@ def _check_speculation(args: ServerArgsFields) -> None:
         f"--speculative-num-draft-tokens can be at most {most + 1}.",
     )
     _check_multi_layer_draft(args)
+    _check_acceptance(args)
+    _require(
+        not args.enable_return_hidden_states,
+        "--enable-return-hidden-states does not work with speculative decoding.",
+    )
+
+
+def _check_acceptance(args: ServerArgsFields) -> None:
     thresholds = (
         args.speculative_accept_threshold_single,
         args.speculative_accept_threshold_acc,
@@ -661,14 +687,12 @@ def _check_speculation(args: ServerArgsFields) -> None:
     _require(
         not args.speculative_use_rejection_sampling
         or (
-            algorithm in ("EAGLE", "EAGLE3", "NEXTN") and shape[1] == 1 and thresholds == (1.0, 1.0)
+            args.speculative_algorithm in ("EAGLE", "EAGLE3", "NEXTN")
+            and args.speculative_eagle_topk == 1
+            and thresholds == (1.0, 1.0)
         ),
         "--speculative-use-rejection-sampling works with EAGLE, EAGLE3 and NEXTN, "
         "--speculative-eagle-topk 1 and thresholds of 1.",
-    )
-    _require(
-        not args.enable_return_hidden_states,
-        "--enable-return-hidden-states does not work with speculative decoding.",
     )
 
 

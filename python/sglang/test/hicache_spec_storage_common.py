@@ -147,6 +147,8 @@ class SpecStorageServer:
             self.model,
             "--page-size",
             PAGE_SIZE,
+            "--grammar-backend",
+            "none",
             "--enable-hierarchical-cache",
             "--hicache-ratio",
             1.2,

@@ -486,7 +486,7 @@ def decode_rate(server: ProbedServer, prompts: list[list[int]], num_steps: int) 
 
 
 def distributed(setup: Setup) -> Figures:
-    """The rate of a trainer's broadcasts (P13), by the benchmark itself."""
+    """The rate of a trainer's broadcasts, by the benchmark itself."""
     figures = setup.folder / "distributed.json"
     command = [sys.executable, str(ROOT / "benchmark" / "bench_weight_update.py")]
     command += ["--only", "distributed", "--json", str(figures)]

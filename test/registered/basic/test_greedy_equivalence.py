@@ -19,21 +19,31 @@ from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.prompts import mixed_prompts
 
-register_cpu_ci(est_time=330, suite="basic")
+register_cpu_ci(est_time=200, suite="basic")
 
 NUM_NEW_TOKENS = 16
 NEAR_TIE = 1e-3
 
+# "overlap" is no argument, see `_generate_in`: the CPU's default loop is the other one.
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
+    "cache off, chunking off, two threads": {
+        "disable_radix_cache": True,
+        "chunked_prefill_size": -1,
+        "num_threads": 2,
+    },
+    "page 64, chunk 64, overlap": {"page_size": 64, "chunked_prefill_size": 64},
+    # The real model has 9 query and 3 KV heads: three ranks, not two.
+    "tp 3": {"tp_size": 3},
+    "small pool": {"max_total_tokens": 1536, "page_size": 16, "chunked_prefill_size": 128},
+}
+# One change at a time: which one it was, where a mode of several fails.
+SINGLE_MODES: dict[str, dict[str, Any]] = {
     "cache off": {"disable_radix_cache": True},
     "page 16, two threads": {"page_size": 16, "num_threads": 2},
     "page 64, chunk 64": {"page_size": 64, "chunked_prefill_size": 64},
     "chunking off": {"chunked_prefill_size": -1},
-    "overlap": {},  # through the environment: the CPU's default loop is the other one
-    # The real model has 9 query and 3 KV heads: three ranks, not two.
-    "tp 3": {"tp_size": 3},
-    "small pool": {"max_total_tokens": 1536, "page_size": 16, "chunked_prefill_size": 128},
+    "overlap": {},
 }
 
 
@@ -73,18 +83,23 @@ def guesses(model_path: str, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def oracle(model_path: str) -> Any:
+    """The model in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
 def reference(
-    model_path: str, prompts: list[list[int]], guesses: list[list[int]]
+    oracle: Any, prompts: list[list[int]], guesses: list[list[int]]
 ) -> list[tuple[list[int], list[float]]]:
     """transformers, one prompt at a time: (tokens, gap of the two largest logits at each).
 
     Its greedy tokens whatever the guesses are; each right one saves a pass of the model.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     with torch.inference_mode():
-        return [_greedy(model, ids, guess) for ids, guess in zip(prompts, guesses, strict=True)]
+        return [_greedy(oracle, ids, guess) for ids, guess in zip(prompts, guesses, strict=True)]
 
 
 def _greedy(model: Any, prompt: list[int], guess: list[int]) -> tuple[list[int], list[float]]:
@@ -116,14 +131,23 @@ def _differences(
     return found
 
 
+def _generate_in(mode: str, model: str, prompts: list[list[int]]) -> list[list[int]]:
+    with envs.SGLANG_ENABLE_OVERLAP_ON_CPU.override("overlap" in mode):
+        return _generate(model, prompts, batch=32, **{**MODES, **SINGLE_MODES}[mode])
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_the_same(mode, model_path, prompts, guesses, reference):
-    outputs = guesses
-    if mode != "default":
-        with envs.SGLANG_ENABLE_OVERLAP_ON_CPU.override(mode == "overlap"):
-            outputs = _generate(model_path, prompts, batch=32, **MODES[mode])
+    outputs = guesses if mode == "default" else _generate_in(mode, model_path, prompts)
     assert _differences(outputs, reference) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", SINGLE_MODES)
+def test_tokens_are_the_same_after_one_change(mode, model_path, prompts, reference):
+    assert _differences(_generate_in(mode, model_path, prompts), reference) == []
 
 
 @pytest.mark.timeout(600)
@@ -132,15 +156,12 @@ def test_batch_of_one(model_path, prompts, reference):
     assert _differences(outputs, reference) == []
 
 
-def test_wrong_guesses_change_nothing(model_path, prompts, reference):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+def test_wrong_guesses_change_nothing(oracle, prompts, reference):
     tokens = reference[4][0]
     guess = [*tokens[:5], tokens[5] + 1, *tokens[6:9]]
     with torch.inference_mode():
-        assert _greedy(model, prompts[4], guess)[0] == tokens
-        assert _greedy(model, prompts[4], [])[0] == tokens
+        assert _greedy(oracle, prompts[4], guess)[0] == tokens
+        assert _greedy(oracle, prompts[4], [])[0] == tokens
 
 
 def test_a_wrong_token_is_noticed(reference):

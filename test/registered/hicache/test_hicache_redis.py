@@ -184,7 +184,7 @@ class TestRedisServing(SharedServingSuite):
 def test_the_benchmark_measures_it(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "benchmark" / "bench_hicache_storage.py"
     out = tmp_path / "figures.json"
-    command = [sys.executable, str(script), "--backend", "redis", "--small", "--out", str(out)]
+    command = [sys.executable, str(script), "--backend", "redis", "--small", "--json", str(out)]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
     (row,) = json.loads(out.read_text())["rows"]
     assert row["read_ratio"] > 0 and row["write_ratio"] > 0

@@ -62,7 +62,7 @@ def serve_tiers(
     with serve(
         model,
         *("--max-total-tokens", room // page * page, "--page-size", page, "--enable-metrics"),
-        *("--enable-hierarchical-cache", "--hicache-ratio", 2),
+        *("--enable-hierarchical-cache", "--hicache-ratio", 2, "--grammar-backend", "none"),
         *("--hicache-storage-backend", "file"),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
         *("--hicache-storage-backend-extra-config", config),

@@ -6,6 +6,7 @@ once; with one (mark `cuda`) they run there on real shapes too.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -286,9 +287,25 @@ def test_tiny_batches_equal_the_reference(name: str) -> None:
     check(TINY[name])
 
 
-@pytest.mark.parametrize("one_loop", [False, True])
-@pytest.mark.parametrize("share_target", [0, 1, 5, 40])
-@pytest.mark.parametrize("name", ["decode", "verify-tree", "branches", "extend-window"])
+SHARED = ("decode", "verify-tree", "branches", "extend-window")
+# Of many shares, which the interpreter takes seconds for, every kind with one of the two loops.
+MANY_SHARES_IN_ONE_LOOP = ("decode", "extend-window")
+
+
+@pytest.mark.parametrize(
+    ("name", "share_target", "one_loop"),
+    [
+        pytest.param(
+            name,
+            share_target,
+            one_loop,
+            marks=pytest.mark.slow
+            if share_target == 40 and one_loop != (name in MANY_SHARES_IN_ONE_LOOP)
+            else (),
+        )
+        for name, share_target, one_loop in itertools.product(SHARED, (0, 1, 5, 40), (False, True))
+    ],
+)
 def test_sharing_the_keys_changes_nothing(
     name: str, share_target: int, one_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.base import LanguageModel
 from sglang.test.fakes.mini_runner import MiniRunner
-from sglang.test.fakes.tiny_models import make_tiny_checkpoint
+from sglang.test.fakes.tiny_models import make_tiny_checkpoint, tiny_config
 
 TOLERANCE = 1e-4
 
@@ -199,3 +200,14 @@ def test_dynamic_rope_past_the_original_length_equals_reference(tmp_path: Path) 
     prompt = PROMPTS[2]
     answer = pair.reference_greedy(prompt, 64)
     assert MiniRunner(pair.ours).greedy([prompt], 64) == [answer]
+
+
+def test_gemma_layers_whose_rotation_is_left_out_have_the_familys() -> None:
+    stated = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    raw = tiny_config("gemma3", rope_scaling=None, rope_parameters=stated)
+    del raw["rope_local_base_freq"]
+    config = ModelConfig.from_dict(raw)
+    reference = Gemma3TextConfig(**copy.deepcopy(raw)).rope_parameters
+    assert config.local_rope is not None and reference is not None
+    assert config.local_rope.theta == reference["sliding_attention"]["rope_theta"] == 10_000
+    assert config.rope.theta == reference["full_attention"]["rope_theta"] == 500_000

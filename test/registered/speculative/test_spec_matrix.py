@@ -29,7 +29,7 @@ from sglang.test.fakes.spec_rig import (
 )
 from sglang.test.small_server import serve as serve_processes
 
-register_cpu_ci(est_time=120, suite="speculative")
+register_cpu_ci(est_time=200, suite="speculative")
 
 PROMPTS = prompts(8, seed=2)
 NUM_NEW = 24

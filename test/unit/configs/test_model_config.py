@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import subprocess
@@ -160,19 +159,6 @@ def test_gemma_defaults_that_published_files_leave_out() -> None:
 def test_gemma_features_that_are_not_computed_are_refused(feature: str) -> None:
     with pytest.raises(ValueError, match=feature):
         build("gemma3", **{feature: 30})
-
-
-def test_gemma_layers_whose_rotation_is_left_out_have_the_familys() -> None:
-    from transformers import Gemma3TextConfig  # takes seconds: only by the worker that runs this
-
-    stated = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}
-    raw = tiny_config("gemma3", rope_scaling=None, rope_parameters=stated)
-    del raw["rope_local_base_freq"]
-    config = ModelConfig.from_dict(raw)
-    reference = Gemma3TextConfig(**copy.deepcopy(raw)).rope_parameters
-    assert config.local_rope is not None and reference is not None
-    assert config.local_rope.theta == reference["sliding_attention"]["rope_theta"] == 10_000
-    assert config.rope.theta == reference["full_attention"]["rope_theta"] == 500_000
 
 
 def test_windows_that_need_no_pool_of_their_own() -> None:

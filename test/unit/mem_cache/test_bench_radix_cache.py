@@ -18,7 +18,7 @@ def test_small_form_prints_a_table_and_writes_json(
 ) -> None:
     out = tmp_path / "radix.json"
     monkeypatch.setattr(
-        sys, "argv", [str(SCRIPT), "--small", "--page-sizes", "1", "16", "--out", str(out)]
+        sys, "argv", [str(SCRIPT), "--small", "--page-sizes", "1", "16", "--json", str(out)]
     )
     num_threads = torch.get_num_threads()
     try:

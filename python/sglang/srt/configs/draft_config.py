@@ -350,21 +350,13 @@ def as_eagle_draft(config: ModelConfig) -> ModelConfig:
     return replace(config, architectures=(name,))
 
 
-def read_draft_config(
-    model_path: str,
-    target: ModelConfig,
-    *,
-    tp_size: int = 1,
-    override_args: str | Mapping[str, Any] | None = None,
-) -> ModelConfig:
+def read_draft_config(model_path: str, target: ModelConfig, *, tp_size: int = 1) -> ModelConfig:
     """Configuration of an EAGLE draft for `target`: the target's dtype and context length.
 
     Drafts state the length that they were trained on, often 2,048; they run at every position
     that the target does. Raises ModelConfigError with the reason where the two do not fit.
     """
-    config = as_eagle_draft(
-        ModelConfig.from_path(model_path, dtype=target.dtype, override_args=override_args)
-    )
+    config = as_eagle_draft(ModelConfig.from_path(model_path, dtype=target.dtype))
     config = replace(config, context_len=target.context_len)
     reason = why_draft_does_not_fit(config, target, tp_size)
     if reason is not None:

@@ -165,10 +165,6 @@ class PushChannel:
         """Queue one message object; never blocks. Raises IpcError."""
         self._socket.send(encode(message), zmq.NOBLOCK, copy=False)
 
-    def send_bytes(self, data: bytes) -> None:
-        """Queue a message that is encoded already."""
-        self._socket.send(data, zmq.NOBLOCK, copy=False)
-
     def close(self, linger_s: float = 0.0) -> None:
         """Close; wait at most `linger_s` seconds for queued messages to leave."""
         self._socket.close(linger=int(linger_s * 1000))

@@ -306,17 +306,11 @@ def _check_unsupported(obj: GenerateReqInput) -> None:
     if obj.session_id or any(_flatten(obj.session_params)):
         raise RequestError("Sessions are not supported by this server.")
     if any(_flatten(obj.custom_logit_processor)):
-        raise RequestError(
-            "custom_logit_processor needs a server started with --enable-custom-logit-processor."
-        )
+        raise RequestError("custom_logit_processor is not supported by this server.")
     if obj.return_routed_experts:
-        raise RequestError(
-            "return_routed_experts needs a server started with --enable-return-routed-experts."
-        )
+        raise RequestError("return_routed_experts is not supported by this server.")
     if obj.max_thinking_tokens is not None:
-        raise RequestError(
-            "max_thinking_tokens needs a server started with --enable-strict-thinking."
-        )
+        raise RequestError("max_thinking_tokens is not supported by this server.")
 
 
 def _flatten(value: Any) -> list[Any]:

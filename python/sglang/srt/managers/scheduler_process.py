@@ -122,7 +122,7 @@ def make_scheduler(
     runner = ModelRunner(model_config, config)
     target_worker = TpModelWorker(runner)
     draft_worker = create_draft_worker(spec, plan, target_worker, config) if spec else None
-    ready = _ready_message(server_args, model_config, runner, draft_worker)
+    ready = _ready_message(model_config, runner, draft_worker)
     scheduler = build_scheduler(
         server_args,
         port_args,
@@ -201,10 +201,7 @@ def _warm_up_tokens(server_args: ServerArgs, model_config: ModelConfig) -> int:
 
 
 def _ready_message(
-    server_args: ServerArgs,
-    model_config: ModelConfig,
-    runner: ModelRunner,
-    draft_worker: BaseSpecWorker | None,
+    model_config: ModelConfig, runner: ModelRunner, draft_worker: BaseSpecWorker | None
 ) -> SchedulerReady:
     drafts = draft_worker.draft_runner_list if isinstance(draft_worker, DraftModelWorker) else ()
     return SchedulerReady(

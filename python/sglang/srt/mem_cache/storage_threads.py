@@ -264,12 +264,12 @@ class PrefetchOperation:
         extra = () if self.is_complete else self.extra
         return slots_by_pool(self.host_indices[self._completed_tokens :], extra)
 
-    def taken(self, num_tokens: int = 0) -> PoolSlots:
-        """Return the caller's slots of a terminated operation, KV from ``num_tokens`` on."""
+    def taken(self) -> PoolSlots:
+        """Return the caller's slots of a terminated operation."""
         if self.host_indices is None:
             return {}
         extra = self.extra if self.is_complete else ()
-        return slots_by_pool(self.host_indices[num_tokens : self._completed_tokens], extra)
+        return slots_by_pool(self.host_indices[: self._completed_tokens], extra)
 
     def abandon(self, release: PostPages) -> PoolSlots:
         """Stop; every page that the tree has not taken goes the way of the release queue.

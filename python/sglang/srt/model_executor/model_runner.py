@@ -152,25 +152,15 @@ class ModelRunner:
 
         self.graph_bytes = 0
         self.num_state_snapshots = 0
-        before = platform.memory_info().free_bytes
         start = time.perf_counter()
-        self.model = load_model(
-            model_config,
-            config.load_format,
-            self.device,
-        )
-        if after_load is not None:
-            after_load(self.model)
-        if config.memory_saver is not None:
-            config.memory_saver.adopt_weights(self.model, config.keep_released_weights)
+        self.model = self._load(after_load)
         self.load_time_s = time.perf_counter() - start
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         logger.info(
-            "Loaded %s in %.2f s: %.2f GB of weights, %.2f GB were free",
+            "Loaded %s in %.2f s: %.2f GB of weights",
             model_config.architectures[0],
             self.load_time_s,
             self.weight_bytes / 1e9,
-            before / 1e9,
         )
         # Latent KV is the same on every rank: caches of any number of ranks may share it.
         portable = model_config.mla is not None
@@ -183,21 +173,7 @@ class ModelRunner:
             self._init_memory_pools()
         else:
             self._share_memory_pools(shared_pool)
-        self.attn_backend: AttentionBackend = create_attention_backend(
-            config.attention_backend,
-            RunnerFacts(
-                device=platform.name,
-                dtype=self.dtype,
-                num_heads=model_config.get_num_attention_heads(self.tp.size),
-                num_kv_heads=model_config.get_num_kv_heads(self.tp.size),
-                head_dim=model_config.kv_key_dim,
-                v_head_dim=model_config.kv_value_dim if model_config.mla is not None else None,
-                page_size=config.page_size,
-                max_context_len=model_config.context_len,
-                max_running_requests=self.max_running_requests,
-                kv_dtype=self.kv_dtype,
-            ),
-        )
+        self.attn_backend = self._make_attention_backend()
         # int64 [rows of the request table]: the token that each request sampled last, which is the
         # input of its next decode step; so decode never waits for the host.
         self.last_token_ids = torch.zeros(
@@ -210,6 +186,32 @@ class ModelRunner:
             start = time.perf_counter()
             warm_up_prefill(self, config.warm_up_tokens, show_progress=self.tp.rank == 0)
             self.warm_up_s = time.perf_counter() - start
+
+    def _load(self, after_load: Callable[[LanguageModel], None] | None) -> LanguageModel:
+        free = current_platform().memory_info().free_bytes
+        logger.info("Loading %s: %.2f GB are free", self.model_config.architectures[0], free / 1e9)
+        model = load_model(self.model_config, self.config.load_format, self.device)
+        if after_load is not None:
+            after_load(model)
+        if self.config.memory_saver is not None:
+            self.config.memory_saver.adopt_weights(model, self.config.keep_released_weights)
+        return model
+
+    def _make_attention_backend(self) -> AttentionBackend:
+        config, model = self.config, self.model_config
+        facts = RunnerFacts(
+            device=current_platform().name,
+            dtype=self.dtype,
+            num_heads=model.get_num_attention_heads(self.tp.size),
+            num_kv_heads=model.get_num_kv_heads(self.tp.size),
+            head_dim=model.kv_key_dim,
+            v_head_dim=model.kv_value_dim if model.mla is not None else None,
+            page_size=config.page_size,
+            max_context_len=model.context_len,
+            max_running_requests=self.max_running_requests,
+            kv_dtype=self.kv_dtype,
+        )
+        return create_attention_backend(config.attention_backend, facts)
 
     @property
     def weights_fingerprint(self) -> str:
@@ -290,16 +292,7 @@ class ModelRunner:
         self.req_to_token_pool = ReqToTokenPool(
             self.max_running_requests, model.context_len + 1 + config.draft_positions, self.device
         )
-        window = model.mixed_window
-        if window is not None and window_ratio is not None:
-            self.num_window_tokens = num_window_tokens(
-                self.max_total_num_tokens,
-                ratio=window_ratio,
-                window=window,
-                page_size=config.page_size,
-                step_slots=1 + config.draft_positions,
-            )
-            logger.info("%d window rows of %d tokens", self.num_window_tokens, window)
+        self.num_window_tokens = self._count_window_rows(window_ratio)
         self.token_to_kv_pool = self._make_kv_pool()
         self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator = make_slot_allocator(
             self.token_to_kv_pool
@@ -316,6 +309,21 @@ class ModelRunner:
             self.max_running_requests,
             config.page_size,
         )
+
+    def _count_window_rows(self, ratio: float | None) -> int | None:
+        """Rows of layers with a window; None where they have slots as all others."""
+        window = self.model_config.mixed_window
+        if window is None or ratio is None:
+            return None
+        num_rows = num_window_tokens(
+            self.max_total_num_tokens,
+            ratio=ratio,
+            window=window,
+            page_size=self.config.page_size,
+            step_slots=1 + self.config.draft_positions,
+        )
+        logger.info("%d window rows of %d tokens", num_rows, window)
+        return num_rows
 
     def _free_bytes_a_rank(self, memory: MemoryInfo) -> int:
         """What this rank may use for its caches: on a CPU all ranks share the memory."""

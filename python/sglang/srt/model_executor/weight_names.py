@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -225,13 +225,17 @@ def declared_tensors(
 CustomLoader = Callable[[nn.Module, list[tuple[str, torch.Tensor]]], object]
 
 
-def resolve_custom_loader(name: str, allowed: Iterable[str]) -> CustomLoader:
+def resolve_custom_loader(name: str, allowed: Collection[str]) -> CustomLoader:
     """The function behind a dotted name from `--custom-weight-loader`.
 
     Raises ValueError for names that the flag does not list, and where there is no such function.
     """
     if name not in allowed:
-        raise ValueError(f"Unknown load_format={name}")
+        known = ", ".join(["direct", "flattened_bucket", *allowed])
+        raise ValueError(
+            f"Unknown load_format={name}: known are {known}; functions of your own are listed by "
+            "--custom-weight-loader"
+        )
     return import_custom_loader(name)
 
 

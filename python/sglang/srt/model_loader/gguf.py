@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -122,8 +121,3 @@ def iterate_gguf_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]
     """
     for name, values in iterate_gguf_arrays(open_gguf(path)):
         yield name, torch.from_numpy(values)
-
-
-def gguf_hf_config(path: str | Path) -> dict[str, Any]:
-    """Return what ``config.json`` of the model in the GGUF file at ``path`` would say."""
-    return open_gguf(path).hf_config()

@@ -13,9 +13,9 @@ import torch
 
 
 @functools.cache
-def counting(stop: int, device: torch.device, start: int = 0) -> torch.Tensor:
-    """int64 [stop - start]: start .. stop - 1."""
-    return torch.arange(start, stop, device=device)
+def counting(stop: int, device: torch.device) -> torch.Tensor:
+    """int64 [stop]: 0 .. stop - 1."""
+    return torch.arange(stop, device=device)
 
 
 @functools.cache

@@ -157,8 +157,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-TINY_FAMILIES = tuple(_FAMILIES)
-
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """Content of config.json of a tiny model; `overrides` replace or add keys."""

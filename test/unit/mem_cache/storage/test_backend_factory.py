@@ -105,6 +105,13 @@ class BrokenStore(FlatStore):
         raise OSError("connection lost")
 
 
+class Forgetful(BatchStore):
+    """Answers for fewer pages than it was asked about."""
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra: Any) -> list[bool]:
+        return super().batch_set_v1(keys, host_indices, extra)[:-1]
+
+
 class Unbuildable(FlatStore):
     def __init__(self, config: HiCacheStorageConfig) -> None:
         raise RuntimeError("no server")
@@ -123,7 +130,7 @@ class Unprepared(FaultStore):
 def user_module() -> Iterator[None]:
     module = types.ModuleType("a_users_module")
     classes: tuple[type, ...] = (FlatStore, FillingStore, BatchStore, BrokenStore, Unbuildable)
-    classes += (NotAStore, FaultStore, Unprepared)
+    classes += (Forgetful, NotAStore, FaultStore, Unprepared)
     for user_class in classes:
         setattr(module, user_class.__name__, user_class)
     sys.modules["a_users_module"] = module
@@ -246,3 +253,12 @@ def test_options_are_checked_without_a_store(name: str, extra: str, reason: str)
     check_storage_options("redis", '{"url": "redis://nowhere", "prefetch_threshold": 1}')
     check_storage_options("file", None)
     check_storage_options("dynamic", "{}")  # whatever the class makes of it
+
+
+def test_a_class_that_leaves_out_answers_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    backend = create("Forgetful", interface_v1=True)
+    pool = make_host_pool()
+    backend.register_mem_host_pool_v2(pool, PoolName.KV)
+    pages = [transfer(pool, range(2), [page_hash(0), page_hash(1)])]
+    assert backend.batch_set_v2(pages) == {PoolName.KV: [False, False]}
+    assert "batch_set_v1 gave 1 answers for 2 keys" in caplog.text

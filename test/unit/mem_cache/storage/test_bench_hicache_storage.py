@@ -17,7 +17,7 @@ def test_small_form_prints_a_table_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "storage.json"
-    arguments = ["--small", "--threads", "2", "--folder", str(tmp_path), "--out", str(out)]
+    arguments = ["--small", "--threads", "2", "--folder", str(tmp_path), "--json", str(out)]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
     num_threads = torch.get_num_threads()
     try:

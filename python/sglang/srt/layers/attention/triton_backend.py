@@ -39,16 +39,22 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 _ROTATED_ELEMENTS = 8192
 
 
+def check_kv_dtype(kv_dtype: torch.dtype | None, device: torch.device) -> None:
+    """Raise ValueError where the kernels cannot convert the type of the KV cache."""
+    if kv_dtype == torch.float8_e4m3fn and not converts_fp8(device):
+        raise ValueError(
+            "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or later; fp8_e5m2 "
+            "works on older ones."
+        )
+
+
 class TritonAttentionBackend(AttentionBackend):
     """See the module docstring."""
 
     def __init__(self, facts: RunnerFacts) -> None:
         """Raises ValueError where the device cannot convert the type of the KV cache."""
         self._device = torch.device(facts.device)
-        if facts.kv_dtype == torch.float8_e4m3fn and not converts_fp8(self._device):
-            raise ValueError(
-                "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or later."
-            )
+        check_kv_dtype(facts.kv_dtype, self._device)
         self._workspace = Workspace(self._device)
         # The fresh keys must be what later steps will read.
         self._dense_prefill = facts.kv_dtype in (None, facts.dtype) and dense_prefill.is_supported(

@@ -14,14 +14,13 @@ import torch
 
 from sglang.srt.layers.attention.base import AttentionBackend, RunnerFacts
 from sglang.srt.layers.attention.torch_native import tree_mask_of
-from sglang.srt.layers.attention.triton_backend import TritonAttentionBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttentionBackend, check_kv_dtype
 from sglang.srt.layers.attention.triton_ops.latent_attention import (
     LatentAttentionInputs,
     latent_attention,
 )
 from sglang.srt.layers.attention.triton_ops.paged_attention import Workspace
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.triton_ops.device import converts_fp8
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -38,10 +37,7 @@ class TritonLatentBackend(AttentionBackend):
     def __init__(self, facts: RunnerFacts) -> None:
         """Raises ValueError where the device cannot convert the type of the KV cache."""
         device = torch.device(facts.device)
-        if facts.kv_dtype == torch.float8_e4m3fn and not converts_fp8(device):
-            raise ValueError(
-                "--kv-cache-dtype fp8_e4m3 needs a GPU of compute capability 8.9 or later."
-            )
+        check_kv_dtype(facts.kv_dtype, device)
         self._workspace = Workspace(device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -142,7 +142,15 @@ class FlatPageAdapter(HiCacheStorage):
         except Exception:  # the user's code
             logger.warning("%s failed", method, exc_info=True)
             return [False] * len(keys)
-        return verdicts if len(verdicts) == len(keys) else [False] * len(keys)
+        if len(verdicts) != len(keys):
+            logger.warning(
+                "%s gave %d answers for %d keys, one each is expected: all count as failed",
+                method,
+                len(verdicts),
+                len(keys),
+            )
+            return [False] * len(keys)
+        return verdicts
 
     def _get(self, pool: HostKVCache, index: int, key: str) -> bool:
         target = pool.get_dummy_flat_data_page()

@@ -116,7 +116,6 @@ class FolderQuota:
         self.folder = str(folder)
         self.limits = limits
         self.num_evicted = 0
-        self.bytes_evicted = 0
         self.num_strays_removed = 0
         self.last_used_bytes = 0  # as of the last visit, for reports
         self._lock_path = os.path.join(self.folder, LOCK_NAME)
@@ -282,7 +281,6 @@ class FolderQuota:
                 continue
             used -= size
             self.num_evicted += 1
-            self.bytes_evicted += size
         self._write_ledger(used, self._read_ledger()[1])
 
     def _rescan(self) -> FolderScan:
