@@ -47,10 +47,10 @@ def wait_for_state(attempt: Attempt[Any], state: AttemptState) -> None:
 
 def end_thread(attempt: Attempt[str]) -> None:
     """Wait until nothing more can come of it."""
-    thread = next((t for t in threading.enumerate() if t.name == attempt._name), None)
-    if thread is not None:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == attempt._name:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
 
 def test_a_result_is_handed_out_once_and_never_closed() -> None:
