@@ -24,8 +24,9 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, StorageError
@@ -52,16 +53,17 @@ _ANSWERS = (_TOO_LONG, _NOT_FOUND)  # of a store that is well
 _NOT_TRIED = -1  # ours: a call before has failed
 
 _CONNECT_TIMEOUT_S = 2.0
-# Of one call of the client. While one moves, the pages of another are checked, so that there should
-# be several; but a write asks the master twice, which costs as much as a twentieth of 24 MiB. With
-# many large pages at once the TCP transport may move half as much, or less (measured from 4 MiB
-# on). A read must end within the master's lease (10 s by default), also where the network is slow.
+# Of one call of the client. While one moves, the pages of another are checked; but smaller calls
+# cost reads more than that gains, and a write asks the master twice, which costs as much as a
+# twentieth of 24 MiB. With many large pages at once the TCP transport may move half as much, or
+# less (measured from 4 MiB on). A read must end within the master's lease (10 s by default), also
+# where the network is slow.
 _RUN_RECORDS = 128
-_WRITE_BYTES = 48 << 20
-_READ_BYTES = 12 << 20
+_WRITE_BYTES = 96 << 20
+_READ_BYTES = 24 << 20
 _LARGE_RECORD_BYTES = 3 << 20
 _RUN_BYTES_OF_LARGE = 25 << 20
-_STAGING_BYTES = 24 << 20
+_STAGING_BYTES = 48 << 20
 _NICENESS = 3  # of the threads in which the client waits, on top of the process's own
 
 
@@ -97,7 +99,7 @@ class _Lane:
 
     def move(
         self, function: Callable[..., list[int]], runs: Iterable[list[_Placed]], *options: object
-    ) -> Iterator[tuple[list[_Placed], list[int]]]:
+    ) -> Generator[tuple[list[_Placed], list[int]], None, None]:
         """Move runs, a call each, and yield them with the results of their records.
 
         While the caller prepares one run or looks at one that was moved, another is on its way.
@@ -269,9 +271,10 @@ class MooncakeStore(SharedPageStore):
 
     def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        with self._reading.lock:
-            runs = self._runs(pool, records, self._reading)
-            for run, codes in self._reading.move(self._client.batch_get_into, runs):
+        lane, get = self._reading, self._client.batch_get_into
+        # Closed before the lock is free: then nothing is on its way.
+        with lane.lock, closing(lane.move(get, self._runs(pool, records, lane))) as moved:
+            for run, codes in moved:
                 # All checksums first: the passes over the pages displace the code of the rest.
                 sums = [checksum([placed.block[HEADER_BYTES:]]) for placed in run]
                 found = [self._finish_read(*each) for each in zip(run, codes, sums)]
@@ -303,10 +306,10 @@ class MooncakeStore(SharedPageStore):
             return run
 
         outcomes: list[Outcome] = []
-        with self._writing.lock:
-            runs = map(ready, self._runs(pool, records, self._writing))
-            put = self._client.batch_put_from
-            for _, codes in self._writing.move(put, runs, *self._put_options):
+        lane, put = self._writing, self._client.batch_put_from
+        runs = map(ready, self._runs(pool, records, lane))
+        with lane.lock, closing(lane.move(put, runs, *self._put_options)) as moved:
+            for _, codes in moved:
                 outcomes += [Outcome.DONE if code >= 0 else Outcome.FAILED for code in codes]
                 if min(codes) < 0:
                     break
