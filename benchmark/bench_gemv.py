@@ -1,11 +1,13 @@
-"""How close the product of one token with a weight comes to the read bandwidth: a table.
+"""How close the product of a few tokens with a weight comes to the read bandwidth: a table.
 
-    python benchmark/bench_gemv.py [--sweep] [--json FILE]
+    python benchmark/bench_gemv.py [--rows 1 2 4] [--shapes 8b small] [--sweep] [--json FILE]
 
-Shapes are those of Llama-3.1-8B. Launches are captured and replayed over as many copies of the
-weight as it takes to leave the cache; the share is of the read bandwidth (the maximum of 2 GiB of
-integers, measured in the same process). `--sweep` tries other block sizes, compiled in parallel.
-Needs a CUDA device.
+Shapes are those of Llama-3.1-8B and, `small`, of SmolLM2-135M, where a launch takes as long as the
+reading. Each is a product alone; for small ones there is a chain of 30 layers' products as well, in
+which a launch overlaps with the one before. Launches are captured and replayed over as many copies
+of the weight as it takes to leave the cache; the share is of the read bandwidth (the maximum of 2
+GiB of integers, measured in the same process). `--sweep` tries other block sizes, compiled in
+parallel. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import itertools
 import json
 import logging
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -31,33 +35,40 @@ logger = logging.getLogger("bench_gemv")
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 SHAPES = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "lm_head": (128256, 4096),
+    "8b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate_up": (28672, 4096),
+        "down": (4096, 14336),
+        "lm_head": (128256, 4096),
+    },
+    "small": {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)},
 }
+CHAIN_LAYERS = 30
 ROTATED_BYTES = 1 << 30
 COMPILERS = 12
 
 
-def sweep_configs() -> list[GemvConfig]:
-    """The block sizes that `--sweep` tries."""
+def sweep_configs(rows: int) -> list[GemvConfig]:
+    """The block sizes that `--sweep` tries for so many rows."""
     sizes = [
         *((1, 2048, 4), (2, 2048, 4), (4, 2048, 4), (2, 1024, 4), (4, 1024, 4), (8, 1024, 4)),
         *((4, 2048, 8), (8, 2048, 8), (8, 512, 4), (2, 1024, 2), (4, 512, 2), (1, 1024, 2)),
+        *((2, 1024, 1), (4, 1024, 2)),
     ]
     early = launch_early(DEVICE, 1)
     return [
-        GemvConfig(block_out=out, block_in=block_in, num_warps=warps, early=early)
+        GemvConfig(block_out=out, block_in=block_in, num_warps=warps, rows=group, early=early)
         for out, block_in, warps in sizes
+        for group in (1, 2, 4)
+        if group <= rows
     ]
 
 
 def compile_one(width: int, config: GemvConfig) -> None:
     """Leave the kernel in Triton's cache on disk."""
     weight = torch.zeros(16, width, device=DEVICE, dtype=DTYPE)
-    gemv(weight[:1], weight, None, config=config)
+    gemv(weight[: config.rows], weight, None, config=config)
 
 
 def read_bandwidth() -> float:
@@ -66,15 +77,16 @@ def read_bandwidth() -> float:
 
 
 def bench_shape(
-    name: str, configs: list[GemvConfig], bandwidth: float
+    name: str, shape: tuple[int, int], rows: int, configs: list[GemvConfig], bandwidth: float
 ) -> list[tuple[float, str, GemvConfig | None]]:
     """(share of the bandwidth, line of the table, configuration or None for PyTorch's), sorted."""
-    num_out, width = SHAPES[name]
+    num_out, width = shape
     copies = max(2, ROTATED_BYTES // (num_out * width * DTYPE.itemsize))
     weights = torch.randn(copies, num_out, width, device=DEVICE, dtype=DTYPE)
-    x = torch.randn(1, width, device=DEVICE, dtype=DTYPE)
-    rows = []
-    variants: list[GemvConfig | None] = [None, choose_config(num_out, width, DEVICE), *configs]
+    x = torch.randn(rows, width, device=DEVICE, dtype=DTYPE)
+    lines = []
+    own = choose_config(rows, num_out, width, DEVICE)
+    variants: list[GemvConfig | None] = [None, own, *configs]
     for config in variants:
         actions: list[Action] = [
             functools.partial(functional.linear, x, weight)
@@ -84,34 +96,68 @@ def bench_shape(
         ]
         seconds = seconds_per_call(actions, 20)
         share = weights[0].nbytes / seconds / bandwidth
-        line = f"{name:8} {seconds * 1e6:8.2f} us  {share:.3f}  {config or 'PyTorch'}"
-        rows.append((share, line, config))
-    return sorted(rows, key=lambda row: -row[0])
+        line = f"{name:8} {rows} {seconds * 1e6:8.2f} us  {share:.3f}  {config or 'PyTorch'}"
+        lines.append((share, line, config))
+    return sorted(lines, key=lambda line: -line[0])
+
+
+def bench_chain(rows: int) -> tuple[float, float]:
+    """Microseconds of the products of a small model's layers, PyTorch's and ours."""
+    weights = [
+        [torch.randn(*shape, device=DEVICE, dtype=DTYPE) for shape in SHAPES["small"].values()]
+        for _ in range(CHAIN_LAYERS)
+    ]
+    x = torch.zeros(rows, 576, device=DEVICE, dtype=DTYPE)
+
+    def run(product: Callable[..., torch.Tensor]) -> None:
+        hidden = x
+        for qkv, o, gate_up, down in weights:
+            attended = product(hidden, qkv, None)[:, :576]
+            hidden = product(
+                product(product(attended, o, None), gate_up, None)[:, :1536], down, None
+            )
+
+    theirs, ours = (
+        seconds_per_call([functools.partial(run, product)], 20) * 1e6
+        for product in (functional.linear, gemv)
+    )
+    return theirs, ours
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4], help="tokens")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--sweep", action="store_true", help="try other block sizes too")
     parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    configs = sweep_configs() if args.sweep else []
-    widths = {width for _, width in SHAPES.values()}
-    jobs = list(itertools.product(widths, configs))
+    configs = {rows: sweep_configs(rows) if args.sweep else [] for rows in args.rows}
+    shapes = {(model, name): s for model in args.shapes for name, s in SHAPES[model].items()}
+    widths = {width for _, width in shapes.values()}
+    jobs = list(itertools.product(widths, configs[max(args.rows)]))
     if jobs:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(COMPILERS, mp_context=context) as pool:
             list(pool.map(compile_one, *zip(*jobs)))
     bandwidth = read_bandwidth()
     logger.info("read bandwidth %.0f GB/s", bandwidth / 1e9)
-    rows = []
-    for name in SHAPES:
-        for share, line, config in bench_shape(name, configs, bandwidth):
-            logger.info("%s", line)
-            rows.append({"shape": name, "share": share, "config": str(config or "PyTorch")})
+    report: list[dict[str, Any]] = []
+    for rows in args.rows:
+        for (model, name), shape in shapes.items():
+            for share, line, config in bench_shape(name, shape, rows, configs[rows], bandwidth):
+                logger.info("%s", line)
+                report.append(
+                    {"model": model, "shape": name, "rows": rows, "share": share}
+                    | {"config": str(config or "PyTorch")}
+                )
+        if "small" in args.shapes:
+            theirs, ours = bench_chain(rows)
+            logger.info("chain    %d %8.2f us, PyTorch %.2f us", rows, ours, theirs)
+            report.append({"shape": "chain", "rows": rows, "us": ours, "us_pytorch": theirs})
     if args.json is not None:
-        report = {"read_bytes_per_s": bandwidth, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+        figures = {"read_bytes_per_s": bandwidth, "rows": report}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

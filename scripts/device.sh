@@ -9,7 +9,7 @@
 # WHAT: tests (CUDA tests of the suite), tokens (the small model against the CPU), one-batch (decode
 # and prefill of the 8B shape against the limits), fp8-cache (the same with an 8-bit KV cache), small
 # (the 1B shape), overhead (what the engine adds to a step), attention (kernels against the limits),
-# gemv (products of one row), copy (host copies against the bus), speculative (with drafts against
+# gemv (products of a few rows), copy (host copies against the bus), speculative (with drafts against
 # without: 8B shape, then the small model and its draft), weights (updates of the 8B shape, and pauses
 # under load), trainers (RL trainers with tensors on a GPU), mix (a server of the 8B shape under
 # mixed load for $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.

@@ -170,7 +170,7 @@ class Envs:
         240.0, "Seconds that a scheduler waits for the tensors of one weight update."
     )
     SGLANG_REQ_WAITING_TIMEOUT = _float(
-        -1.0, "Seconds in the waiting queue after which a request is aborted with 503; < 0: off."
+        -1.0, "Seconds of waiting after which a request without output ends with 503; < 0: off."
     )
     SGLANG_REQ_RUNNING_TIMEOUT = _float(
         -1.0, "Seconds since its first step after which a request is aborted with 503; < 0: off."

@@ -5,6 +5,9 @@ Without a GPU in Triton's interpreter (float32 and float16, tiny); with one in b
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -14,6 +17,8 @@ from sglang.srt.layers.dispatch import ExpertWeights, KVDestination, TorchOps, s
 from sglang.srt.layers.triton_ops import cuda_ops
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
+from sglang.srt.layers.triton_ops.gemv import gemv
+from sglang.srt.layers.triton_ops.gemv import is_worthwhile as gemv_is_worthwhile
 from sglang.srt.layers.triton_ops.moe import plan_experts
 from sglang.srt.layers.triton_ops.skinny import is_worthwhile, skinny
 from sglang.srt.layers.triton_ops.store_kv import store_kv
@@ -231,9 +236,17 @@ def test_wide_linear_is_not_rounded() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
-@pytest.mark.parametrize("shape", [(33, 300), (96, 1040), (2060, 40)])
+@pytest.mark.parametrize(
+    ("product", "shape"),
+    [(gemv, shape) for shape in [(13, 300), (9, 1040), (5, 2100)]]
+    + [(skinny, shape) for shape in [(33, 300), (96, 1040), (2060, 40)]],
+)
 def test_product_of_a_few_rows(
-    shape: tuple[int, int], num_rows: int, with_bias: bool, dtype: torch.dtype
+    product: Callable[..., torch.Tensor],
+    shape: tuple[int, int],
+    num_rows: int,
+    with_bias: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Each block size; ends that are no multiple of it; rows with a distance."""
     x = randn(num_rows, 2 * shape[1], dtype=dtype)[:, : shape[1]] / shape[1] ** 0.5
@@ -243,20 +256,36 @@ def test_product_of_a_few_rows(
     rounding = torch.finfo(dtype).eps
     # The matrix units shorten float32 to 11 bits.
     sum_error = 1e-3 if dtype is torch.float32 and HAS_CUDA else 1e-5
-    got = skinny(x, weight, bias)
+    got = product(x, weight, bias)
     torch.testing.assert_close(got.double(), exact, rtol=2 * rounding, atol=sum_error)
-    wide = skinny(x, weight, bias, torch.float32)
+    wide = product(x, weight, bias, torch.float32)
     torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=sum_error)
 
 
-def test_few_rows_of_small_weights_take_the_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setattr(cuda_ops, "skinny", lambda x, *_: calls.append(x.shape[0]))
+def test_few_rows_take_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    for name in ("gemv", "skinny"):
+        note = functools.partial(lambda name, x, *_: calls.append((name, len(x))), name)
+        monkeypatch.setattr(cuda_ops, name, note)
     weight = randn(64, 32, dtype=torch.float16)
-    for num_rows in (2, 16, 17):
+    for num_rows in (1, 2, 8, 9, 16, 17):
         OURS.linear(randn(num_rows, 32, dtype=torch.float16), weight, None)
-    assert calls == [2, 16]
+    assert calls == [("gemv", 1), ("gemv", 2), ("gemv", 8), ("skinny", 9), ("skinny", 16)]
+    assert gemv_is_worthwhile(2, 6144, 4096)
+    assert not gemv_is_worthwhile(4, 6144, 4096), "the library has the matrix units"
     assert not is_worthwhile(4, 6144, 4096), "the library splits wide rows"
+    assert is_worthwhile(4, 128256, 4096), "many features need no split"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not HAS_CUDA, reason="the interpreter adds in another order")
+@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (6144, 4096)])
+@pytest.mark.parametrize("num_rows", [2, 3, 4])
+def test_a_row_does_not_depend_on_those_beside_it(num_rows: int, shape: tuple[int, int]) -> None:
+    """So that a verified token is judged by the logits that it would have had alone."""
+    x, weight = (randn(rows, shape[1], dtype=torch.bfloat16) for rows in (num_rows, shape[0]))
+    alone = torch.cat([gemv(x[row : row + 1], weight, None) for row in range(num_rows)])
+    assert torch.equal(gemv(x, weight, None), alone)
 
 
 def test_linear_of_one_row_of_a_padded_weight() -> None:

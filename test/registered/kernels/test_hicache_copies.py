@@ -105,6 +105,10 @@ def expect(seen: list[torch.Tensor], value: float) -> None:
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     rig = Rig(*request.param)
     rig.group.warm_up()
+    # PyTorch's own kernels wait for the device when they are loaded, at their first launch.
+    rig.slow_forward(torch.arange(PAGE), 0)
+    rig.read(torch.arange(PAGE))
+    torch.cuda.synchronize()
     yield rig
     torch.cuda.synchronize()
     rig.controller.shutdown()

@@ -200,6 +200,19 @@ def test_few_rows_and_slow_copies(
         served.settle()
 
 
+def test_a_window_beyond_the_pool_comes_back_from_the_host(tmp_path: Path) -> None:
+    """All of the pool is enough for what is loaded and what is computed, if only just."""
+    model = make_tiny_checkpoint(tmp_path, "gemma3", sliding_window=200)
+    flags = ("--max-total-tokens", 64, "--page-size", 16, "--chunked-prefill-size", 32)
+    with ServedScheduler(model, *flags, "--enable-hierarchical-cache") as served:
+        first = served.answer(_TEXT[:62], 2)
+        served.evict_device()
+        again = served.answer(_TEXT[:62], 2)
+        assert again.tokens == first.tokens and len(again.tokens) == 2
+        assert again.sources == {"device": 0, "host": 48}
+        served.settle()
+
+
 def test_a_lost_window_shows_in_the_tokens(
     model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,23 @@ def test_small_configurations_pass_the_warm_up(
         assert {"sglang:schTP0", "sglang:detokeni"} <= {c.name() for c in server.children}
 
 
+def test_prompts_up_to_the_last_slot_are_served(model_path: Path, tmp_path: Path) -> None:
+    """In whole pages a long prompt takes all of the pool: no scheduler dies of it."""
+    flags = ("--max-total-tokens", 96, "--page-size", 16, "--chunked-prefill-size", 32)
+    with _serving(model_path, tmp_path / "log", *flags) as server:
+        server.wait_ready()
+        for length, code in ((79, 200), (80, 200), (81, 200), (95, 200), (96, 400), (94, 200)):
+            params = {"max_new_tokens": 50, "ignore_eos": True}
+            # Prompts that share no prefix: each is computed, chunk by chunk.
+            body = {"input_ids": [length] * length, "sampling_params": params}
+            reply = requests.post(server.url + "/generate", json=body, timeout=20)
+            assert reply.status_code == code, (length, reply.text)
+            if code == 200:
+                room = min(50, 96 - length)
+                assert reply.json()["meta_info"]["completion_tokens"] == room
+        assert psutil.Process(server.process.pid).children(recursive=True) == server.children
+
+
 def test_a_refused_warm_up_is_told_once_and_exits_with_one(
     model_path: Path, tmp_path: Path
 ) -> None:

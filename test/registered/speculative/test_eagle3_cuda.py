@@ -24,7 +24,6 @@ from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.models.eagle_draft import EagleDraftModel
-from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.test.fakes.mini_runner import MiniRunner
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
@@ -36,6 +35,8 @@ pytestmark = [
 
 TOKENS = [(7 * i + 3) % 250 for i in range(8)]
 HEAD_DIM = 16
+# Of the targets, where drafts are layers of their own family.
+FAMILIES = {"DeepseekV3ForCausalLMNextN": "deepseek_v3", "MiMoMTP": "mimo"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +50,16 @@ def make_pair(
     """Target and draft in float32 on a device; both kinds in one process, one after the other."""
     platforms._current = None
     platforms.init_platform(device).configure_process(None)
-    target_folder = make_tiny_checkpoint(folder / "target", num_hidden_layers=6, head_dim=HEAD_DIM)
+    family = FAMILIES.get(architecture, "llama")
+    sizes = {} if family == "deepseek_v3" else {"head_dim": HEAD_DIM}
+    target_folder = make_tiny_checkpoint(folder / "target", family, num_hidden_layers=6, **sizes)
     draft_folder = make_tiny_draft(folder / "draft", architecture, head_dim=HEAD_DIM)
     config = ModelConfig.from_path(str(target_folder), dtype="float32")
     target = load_model(config, device=device, show_progress=False)
     draft = load_model(
         read_draft_config(str(draft_folder), config), device=device, show_progress=False
     )
-    assert isinstance(target, LlamaForCausalLM) and isinstance(draft, EagleDraftModel)
+    assert isinstance(draft, EagleDraftModel)
     layers = draft.draft_config.layers_to_capture(config.num_hidden_layers)
     if layers is not None:
         target.set_eagle3_layers_to_capture(layers)

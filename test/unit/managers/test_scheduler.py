@@ -351,6 +351,24 @@ def test_abort_while_paused_in_place_returns_at_once():
     harness.run_until_idle()
 
 
+def test_time_limits_of_a_request_whose_memory_was_taken_back(monkeypatch):
+    """It ran longer than anybody may wait: it goes on, and is told how long it waited in all."""
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "10")
+    harness = SchedulerHarness()
+    harness.generate("r", [1, 2, 3], 8, ignore_eos=True)
+    harness.step(3)
+    harness.receiver.now_offset = 60
+    harness.step()
+    harness.send(PauseGenerationReqInput(control_id="p", mode="retract"))
+    harness.step()
+    harness.send(ContinueGenerationReqInput(control_id="c"))
+    harness.receiver.now_offset = 65
+    harness.run_until_idle()
+    assert harness.tokens("r") == oracle([1, 2, 3], 8)
+    timings = harness.outputs["r"][-1].timings
+    assert timings is not None and 5 <= timings["queue_time"] < 8
+
+
 def test_weight_version_spans():
     harness = SchedulerHarness()
     harness.generate("r", [1, 2, 3], 10, ignore_eos=True)

@@ -476,14 +476,15 @@ def test_a_state_that_only_the_host_has_is_loaded_alone() -> None:
     engine.run(tokens)
     engine.settle()
     engine.evict_all()
-    assert engine.state_allocator is not None
-    taken = engine.state_allocator.alloc(engine.state_allocator.available_size())
+    assert engine.states is not None
+    slots = engine.states.allocator
+    taken = slots.alloc(slots.available_size())
     assert taken is not None
     assert engine.run(tokens) == 0  # no slot for the state: computed again, without a snapshot
     assert only_node(engine).value is not None
     assert engine.cached(tokens) == (0, 16)
     assert engine.run(tokens) == 0  # still no slot
-    engine.state_allocator.free(taken)
+    slots.free(taken)
     num_free = engine.allocator.available_size()
     assert engine.run(tokens) == 16
     assert engine.allocator.available_size() == num_free  # its KV was there

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import ComponentType, TreeNode
 from sglang.test.fakes.controller_rig import DRAFT_DIGEST, MemoryStore
 from sglang.test.fakes.fake_kv import FakeKV
-from sglang.test.fakes.fake_states import FakeStates
+from sglang.test.fakes.fake_states import FakeStates, TieredStates
 from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq
 
 PAGE = 4
@@ -34,6 +34,11 @@ def engine_over(store: MemoryStore | None = None, **options: Any) -> HiCacheEngi
         **options,
     }
     return HiCacheEngine(HiMambaRadixCache, page_size=PAGE, store=store, **options)
+
+
+def states_of(engine: HiCacheEngine) -> TieredStates:
+    assert engine.states is not None
+    return engine.states
 
 
 def warm_store(*prompts: list[int]) -> MemoryStore:
@@ -76,7 +81,7 @@ def assert_idle(engine: HiCacheEngine) -> None:
     on_host = sum(len(node.key) for node in nodes if node.backuped)
     assert engine.host.available_size() + on_host == engine.host.size
     states = sum(node.data[ComponentType.MAMBA].host_value is not None for node in nodes)
-    assert engine.state_host.available_size() + states == engine.state_host.size
+    assert states_of(engine).host.available_size() + states == states_of(engine).host.size
 
 
 def node_ending(engine: HiCacheEngine, num_tokens: int) -> TreeNode:
@@ -157,7 +162,7 @@ def test_without_a_state_nothing_is_found_and_nothing_is_taken() -> None:
     engine.settle()
     assert not engine.tree.ongoing_prefetch
     assert engine.host.available_size() == engine.host.size
-    assert engine.state_host.available_size() == engine.state_host.size
+    assert states_of(engine).host.available_size() == states_of(engine).host.size
     assert not [method for method, _ in store.calls if method.startswith("get")]
 
 
@@ -368,10 +373,9 @@ def test_a_load_takes_one_state_whatever_lies_on_its_path() -> None:
         engine.run(tokens[: num_pages * PAGE + 1])
     engine.settle()
     engine.evict_all()
-    assert engine.state_allocator is not None
-    num_free = engine.state_allocator.available_size()
+    num_free = states_of(engine).allocator.available_size()
     assert engine.run(tokens) == 36
-    assert num_free - engine.state_allocator.available_size() == 1
+    assert num_free - states_of(engine).allocator.available_size() == 1
     # What was left out is loaded when it is asked for, alone.
     kv_free = engine.allocator.available_size()
     assert engine.run([*tokens[: 6 * PAGE], 7]) == 24
@@ -409,7 +413,7 @@ def test_given_up_prefetches_give_every_slot_back(stage: int, how: str) -> None:
             engine.flush()
     assert_idle(engine)
     engine.flush()
-    assert engine.state_host.available_size() == engine.state_host.size
+    assert states_of(engine).host.available_size() == states_of(engine).host.size
     assert engine.serve(tokens).loaded_tokens == 32
 
 
@@ -423,7 +427,7 @@ def test_a_reset_leaves_states_that_are_being_written_alone() -> None:
     engine.tick()
     assert engine.tree.ongoing_backup
     engine.flush()
-    assert engine.state_host.available_size() == 0
+    assert states_of(engine).host.available_size() == 0
     engine.run(prompt(4, first=900))  # finds no room for its state
     engine.tick()
     engine.controller.write_engine.step()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.config_error import ModelConfigError
+from sglang.srt.configs.experts_config import ExpertsConfig, read_experts
 from sglang.srt.configs.gemma3_config import normalize_gemma3, normalize_gemma3_with_vision
 from sglang.srt.configs.layer_kinds import check_layer_types, read_sliding_windows
 from sglang.srt.configs.linear_attention_config import (
@@ -152,13 +153,7 @@ class ModelConfig:
     pad_token_id: int | None
     # One entry a layer: tokens a query may look back on (itself included), None = all of them.
     sliding_windows: tuple[int | None, ...]
-    # Mixture of experts; num_experts == 0 for dense models.
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     # Choice of experts where it is more than the best of a softmax.
     routing: RoutingRule | None = None
     # Rotation in layers with a window, where it is another than in the others.
@@ -225,16 +220,10 @@ class ModelConfig:
 
         Raises ModelConfigError for missing keys, bad values or a context that is too long.
         """
-        raw = {**hf_config, **_parse_overrides(override_args)}
-        normalize = _NORMALIZERS.get(str(raw.get("model_type", "")))
-        if normalize is not None:
-            raw = normalize(raw)
-        _check_is_one_model(raw)
-        _check_is_unquantized(raw)
-        _check_experts(raw)
+        raw = _in_common_keys({**hf_config, **_parse_overrides(override_args)})
+        experts = read_experts(raw)
         num_layers = _need_int(raw, "num_hidden_layers")
         num_heads = _need_int(raw, "num_attention_heads")
-        hidden_size = _need_int(raw, "hidden_size")
         check_layer_types(raw, num_layers)
         max_position = _need_int(raw, "max_position_embeddings")
         rope = read_rope_config(raw)
@@ -246,16 +235,12 @@ class ModelConfig:
             model_type=str(raw.get("model_type", "")),
             dtype=resolve_dtype(dtype, raw, device),
             vocab_size=_need_int(raw, "vocab_size"),
-            hidden_size=hidden_size,
+            hidden_size=_need_int(raw, "hidden_size"),
             intermediate_size=_need_int(raw, "intermediate_size"),
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=(
-                mla.qk_rope_head_dim
-                if mla is not None
-                else int(raw.get("head_dim") or hidden_size // num_heads)
-            ),
+            head_dim=mla.qk_rope_head_dim if mla is not None else _head_dim(raw),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             hidden_act=str(raw.get("hidden_act", "silu")),
             rope=rope,
@@ -265,17 +250,11 @@ class ModelConfig:
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             mlp_bias=bool(raw.get("mlp_bias", False)),
-            hf_eos_token_id=_token_ids(raw.get("eos_token_id"))
-            | _token_ids((generation_config or {}).get("eos_token_id")),
+            hf_eos_token_id=_stop_ids(raw) | _stop_ids(generation_config or {}),
             bos_token_id=_first_id(raw.get("bos_token_id")),
             pad_token_id=_first_id(raw.get("pad_token_id")),
             sliding_windows=read_sliding_windows(raw, num_layers),
-            num_experts=int(raw.get("num_experts") or raw.get("num_local_experts") or 0),
-            num_experts_per_tok=int(raw.get("num_experts_per_tok") or 0),
-            moe_intermediate_size=int(raw.get("moe_intermediate_size") or 0),
-            norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
-            decoder_sparse_step=int(raw.get("decoder_sparse_step") or 1),
-            mlp_only_layers=tuple(raw.get("mlp_only_layers") or ()),
+            experts=experts,
             routing=read_routing_rule(raw),
             local_rope=_local_rope(raw),
             query_pre_attn_scalar=_optional_float(raw.get("query_pre_attn_scalar")),
@@ -343,13 +322,14 @@ class ModelConfig:
         """Width of a KV head's value in the pool; with latent attention a part of the key."""
         return self.mla.kv_lora_rank if self.mla is not None else self.head_dim
 
+    @property
+    def num_experts_per_tok(self) -> int:
+        """Experts that each token goes to, in a layer that has them."""
+        return self.experts.num_experts_per_tok
+
     def is_moe_layer(self, layer_id: int) -> bool:
         """Whether layer `layer_id` has experts instead of one dense MLP."""
-        return (
-            self.num_experts > 0
-            and layer_id not in self.mlp_only_layers
-            and (layer_id + 1) % self.decoder_sparse_step == 0
-        )
+        return self.experts.are_in_layer(layer_id)
 
 
 def resolve_dtype(dtype: str, hf_config: Mapping[str, Any], device: str = "cpu") -> str:
@@ -524,14 +504,20 @@ def _need_int(raw: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _check_experts(raw: Mapping[str, Any]) -> None:
-    num_experts = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
-    num_chosen = int(raw.get("num_experts_per_tok") or 0)
-    if num_experts and not 1 <= num_chosen <= num_experts:
-        raise ModelConfigError(
-            f"config.json: cannot choose {num_chosen} experts (num_experts_per_tok) among "
-            f"{num_experts}"
-        )
+def _in_common_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` as the other families say it. Raises ModelConfigError for models not served here."""
+    normalize = _NORMALIZERS.get(str(raw.get("model_type", "")))
+    if normalize is not None:
+        raw = normalize(raw)
+    _check_is_one_model(raw)
+    _check_is_unquantized(raw)
+    return raw
+
+
+def _head_dim(raw: Mapping[str, Any]) -> int:
+    """Width of a head; by custom the hidden size is shared out among the heads."""
+    shared = _need_int(raw, "hidden_size") // _need_int(raw, "num_attention_heads")
+    return int(raw.get("head_dim") or shared)
 
 
 def _check_is_one_model(raw: Mapping[str, Any]) -> None:
@@ -555,7 +541,9 @@ def _check_is_unquantized(raw: Mapping[str, Any]) -> None:
     )
 
 
-def _token_ids(value: Any) -> frozenset[int]:
+def _stop_ids(raw: Mapping[str, Any]) -> frozenset[int]:
+    """The `eos_token_id` of a file, which may be one, several or none."""
+    value = raw.get("eos_token_id")
     if value is None:
         return frozenset()
     return frozenset(value) if isinstance(value, list) else frozenset({int(value)})

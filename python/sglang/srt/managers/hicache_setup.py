@@ -35,7 +35,7 @@ from sglang.srt.mem_cache.memory_pool_host import (
 )
 from sglang.srt.mem_cache.page_key import CacheIdentity
 from sglang.srt.mem_cache.pool_transfer import PageRule, PoolName
-from sglang.srt.mem_cache.storage_control import group_min_reduce
+from sglang.srt.mem_cache.storage_control import MinReduce, group_min_reduce
 from sglang.srt.mem_cache.swa_pool import SWAKVPool
 from sglang.srt.platforms import current_platform
 
@@ -55,6 +55,28 @@ class HiCacheSettings:
     served_model_name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankReductions:
+    """MIN over the TP ranks, for the scheduler thread and for the prefetch thread.
+
+    Each has a group of its own, since their calls interleave. None with one rank.
+    """
+
+    min_reduce: MinReduce | None = None
+    prefetch_min_reduce: MinReduce | None = None
+
+    @classmethod
+    def of_tp_group(cls) -> _RankReductions:
+        """Make them. Collective over the TP ranks."""
+        group = get_tp_group().cpu_group
+        if group is None:
+            return cls()
+        return cls(
+            min_reduce=group_min_reduce(group),
+            prefetch_min_reduce=group_min_reduce(new_host_group()),
+        )
+
+
 def build_hicache(
     settings: HiCacheSettings,
     *,
@@ -71,23 +93,55 @@ def build_hicache(
     `draft_token_bytes`: of a draft's KV that will travel along. Raises ValueError, with a sentence
     for the user, when the host pool cannot fit.
     """
-    side_bytes = side_bytes_per_token(device_pool)
-    whole_pool, device_pool = device_pool, full_attention_pool(device_pool)
-    token_bytes = sum(device_pool.get_kv_size_bytes()) // (device_pool.size + device_pool.page_size)
+    anchor_pool = full_attention_pool(device_pool)
+    num_slots = anchor_pool.size + anchor_pool.page_size
+    own_bytes = sum(anchor_pool.get_kv_size_bytes()) // num_slots
+    own_bytes += side_bytes_per_token(device_pool)
     num_tokens = host_pool_tokens(
         settings.limits,
-        device_tokens=device_pool.size,
-        bytes_per_token=token_bytes + draft_token_bytes + side_bytes,
-        page_size=device_pool.page_size,
+        device_tokens=anchor_pool.size,
+        bytes_per_token=own_bytes + draft_token_bytes,
+        page_size=anchor_pool.page_size,
         memory=host_memory_info(),
     )
-    tp = get_tp_group()
-    min_reduce = prefetch_reduce = None
-    if tp.cpu_group is not None:
-        min_reduce = group_min_reduce(tp.cpu_group)
+    ranks = _RankReductions.of_tp_group()
+    if ranks.min_reduce is not None:
         # Ranks must agree on the size, or one would evict where another does not.
-        num_tokens = min_reduce([num_tokens])[0]
-        prefetch_reduce = group_min_reduce(new_host_group())
+        num_tokens = ranks.min_reduce([num_tokens])[0]
+    group = _make_host_pools(settings, device_pool, num_tokens)
+    anchor = group.anchor.host_pool
+    controller = HiCacheController(
+        allocator,
+        group,
+        page_size=anchor_pool.page_size,
+        platform=current_platform(),
+        prefetch_min_reduce=ranks.prefetch_min_reduce,
+        storage_config=_storage_config(settings, anchor),
+        draft_storage_policy=settings.draft_storage_policy,
+        on_progress=on_progress,
+    )
+    logger.info(
+        "Host KV cache: %d tokens (%.2f GB, %s, io %s), %s",
+        num_tokens,
+        num_tokens * own_bytes / 1e9,
+        settings.layout,
+        settings.io_backend,
+        settings.write_policy,
+    )
+    side_pools = [entry.host_pool for entry in group.own_slot_entries]
+    return HiCacheParams(
+        controller=controller,
+        identity=make_identity(model_config, anchor, weights_fingerprint, side_pools),
+        write_policy=settings.write_policy,
+        prefetch_policy=settings.prefetch_policy,
+        min_reduce=ranks.min_reduce,
+        metrics=metrics,
+    )
+
+
+def _make_host_pools(settings: HiCacheSettings, pool: KVCache, num_tokens: int) -> HostPoolGroup:
+    """A host pool of `num_tokens` and those beside it, ready to be copied to and from."""
+    device_pool = full_attention_pool(pool)
     host_pool = make_host_pool(device_pool, num_tokens, settings.layout)
     if host_pool is None:
         raise ValueError(
@@ -96,46 +150,21 @@ def build_hicache(
         )
     anchor = PoolEntry(name=PoolName.KV, host_pool=host_pool, device_pool=device_pool)
     group = HostPoolGroup(anchor, settings.io_backend)
-    for entry in make_side_pools(whole_pool, num_tokens, settings.layout):
+    for entry in make_side_pools(pool, num_tokens, settings.layout):
         group.add(entry)
         logger.info("Host pool %s: %d slots", entry.name, entry.host_pool.size)
     group.warm_up()
-    controller = HiCacheController(
-        allocator,
-        group,
-        page_size=device_pool.page_size,
-        platform=current_platform(),
-        prefetch_min_reduce=prefetch_reduce,
-        storage_config=HiCacheStorageConfig(
-            tp_rank=tp.rank,
-            tp_size=tp.size,
-            is_mla_model=host_pool.is_replicated,
-            is_page_first_layout=settings.layout != "layer_first",
-            model_name=settings.served_model_name,
-        ),
-        draft_storage_policy=settings.draft_storage_policy,
-        on_progress=on_progress,
-    )
-    logger.info(
-        "Host KV cache: %d tokens (%.2f GB, %s, io %s), %s",
-        num_tokens,
-        num_tokens * (token_bytes + side_bytes) / 1e9,
-        settings.layout,
-        settings.io_backend,
-        settings.write_policy,
-    )
-    return HiCacheParams(
-        controller=controller,
-        identity=make_identity(
-            model_config,
-            host_pool,
-            weights_fingerprint,
-            [entry.host_pool for entry in group.own_slot_entries],
-        ),
-        write_policy=settings.write_policy,
-        prefetch_policy=settings.prefetch_policy,
-        min_reduce=min_reduce,
-        metrics=metrics,
+    return group
+
+
+def _storage_config(settings: HiCacheSettings, host_pool: HostKVCache) -> HiCacheStorageConfig:
+    tp = get_tp_group()
+    return HiCacheStorageConfig(
+        tp_rank=tp.rank,
+        tp_size=tp.size,
+        is_mla_model=host_pool.is_replicated,
+        is_page_first_layout=settings.layout != "layer_first",
+        model_name=settings.served_model_name,
     )
 
 

@@ -97,9 +97,8 @@ class OutputStreamer:
     @staticmethod
     def _timings(req: Req) -> dict[str, float]:
         """Unix times (`*_time`) and seconds (`queue_time`); 0 for what never happened."""
-        started = req.forward_entry_time
         return {
-            "queue_time": max(started - req.queue_entry_time, 0.0) if started else 0.0,
-            "forward_entry_time": started,
+            "queue_time": req.waited_s,
+            "forward_entry_time": req.forward_entry_time,
             "prefill_finished_time": req.prefill_finished_time,
         }

@@ -185,27 +185,17 @@ class Req:
         self.return_hidden_states = recv.return_hidden_states
         self.hidden_states: list[Any] = []
 
-        # Place in memory; written by prepare_for_* and by the prefix cache.
-        self.req_pool_idx: int | None = None
-        self.prefix_indices: torch.Tensor = torch.empty(0, dtype=torch.int64)
-        self.last_node: TreeNode | None = None
-        self.last_host_node: TreeNode | None = None
-        self.best_match_node: TreeNode | None = None
-        self.host_hit_length = 0
+        # What the match of its prefix found out, beside the prefix.
         self.known_len = 0  # tokens that the cache has seen before, of use or not
-        self.cache_protected_len = 0
         self.kv_fingerprint: str | None = None
-        self.kv_committed_len = 0
-        self.kv_allocated_len = 0
+        self._start_without_memory()
 
-        # Output tokens allowed; the scheduler caps it by context and pool at admission.
+        # Output tokens allowed; the waiting queue caps it by context and pool, on entering.
         self.max_new_tokens = NO_LIMIT if params.max_new_tokens is None else params.max_new_tokens
 
         # Progress; `status` by set_status only.
         self.status = ReqStatus.WAITING
         self.fill_ids: list[int] = self.origin_input_ids  # tokens the running prefill covers
-        self.extend_len = 0  # tokens of the next prefill step, set by the PrefillAdder
-        self.is_chunked = False  # more of the prompt is to come after the running step
         self.num_pending_tokens = 0  # steps launched whose token the host has not seen
         self.finish_reason: Any = None
         self.grammar: GrammarMatcher | None = None
@@ -215,6 +205,21 @@ class Req:
         )
 
         self._init_reports(recv, weight_version)
+
+    def _start_without_memory(self) -> None:
+        """No row, no slots, no prefix: as a new request, and as one whose memory was taken back."""
+        # Place in memory; written by prepare_for_* and by the prefix cache.
+        self.req_pool_idx: int | None = None
+        self.prefix_indices: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self.last_node: TreeNode | None = None
+        self.last_host_node: TreeNode | None = None
+        self.best_match_node: TreeNode | None = None
+        self.host_hit_length = 0
+        self.cache_protected_len = 0
+        self.kv_committed_len = 0
+        self.kv_allocated_len = 0
+        self.extend_len = 0  # tokens of the next prefill step, set by the PrefillAdder
+        self.is_chunked = False  # more of the prompt is to come after the running step
 
     def _init_reports(self, recv: TokenizedGenerateReqInput, weight_version: str) -> None:
         """What the client is told, and when things happened."""
@@ -239,6 +244,8 @@ class Req:
         # Unix times.
         self.received_time = recv.received_time
         self.queue_entry_time = time.time()
+        self.waiting_since = self.queue_entry_time  # later than the entry after a retraction
+        self.waited_s = 0.0  # in the waiting queue, up to the last admission
         self.forward_entry_time = 0.0
         self.prefill_finished_time = 0.0
 
@@ -326,17 +333,7 @@ class Req:
     def reset_for_retract(self) -> None:
         """Forget all memory state (already released); the request starts over as a prefill."""
         self.num_retractions += 1
-        self.prefix_indices = torch.empty(0, dtype=torch.int64)
-        self.last_node = None
-        self.last_host_node = None
-        self.best_match_node = None
-        self.host_hit_length = 0
-        self.cache_protected_len = 0
-        self.req_pool_idx = None
-        self.kv_committed_len = 0
-        self.kv_allocated_len = 0
-        self.extend_len = 0
-        self.is_chunked = False
+        self._start_without_memory()
         if self.logprobs is not None and not self.logprobs.input_done:
             self.logprobs = LogprobState()
 

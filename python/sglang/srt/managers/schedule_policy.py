@@ -1,7 +1,7 @@
 """Which waiting requests run next: the order of the queue, and how many fit (`PrefillAdder`).
 
-Owns no request: it sorts the scheduler's list and counts tokens. Every decision is made from
-state that all tensor-parallel ranks share, so all ranks decide alike. Scheduler thread only.
+Owns no request: it sorts the list of the `WaitingQueue` and counts tokens. Every decision is made
+from state that all tensor-parallel ranks share, so all ranks decide alike. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class SchedulePolicy:
             node_id = stack.pop()
             order.extend(at_node[node_id])
             stack.extend(sorted(children[node_id], key=lambda n: weight[n]))
-        waiting[:] = order
+        # Of a cache without a tree nobody has a node.
+        waiting[:] = order + at_node[id(None)]
 
 
 class AddResult(Enum):
@@ -171,7 +172,7 @@ class PrefillAdder:
         free = self.allocator.available_swa_size()
         if free is None:
             return float("inf")
-        free += self.tree_cache.swa_evictable_size() - self.limits.page_size
+        free += self.tree_cache.swa_evictable_size() - self._kept_free
         if req is None or self._is_alone:
             return free
         return free - self.reserved_swa - self._future_rows(req) * self.new_token_ratio
@@ -189,7 +190,7 @@ class PrefillAdder:
         """Go on with the request whose prompt was cut. It holds its lock and slots already."""
         remaining = len(req.fill_ids) - len(req.prefix_indices)
         free = self.allocator.available_size() + self.tree_cache.evictable_size()
-        budget = min(self._chunk_budget(), free - self.limits.page_size, self._swa_room(None))
+        budget = min(self._chunk_budget(), free - self._kept_free, self._swa_room(None))
         cut = self._cut(remaining, budget)
         if cut <= 0:
             return AddResult.NO_TOKEN
@@ -267,7 +268,7 @@ class PrefillAdder:
         if self._windows is None:
             return True
         page = self.limits.page_size
-        loaded = self._ceil(self._windows.window) if req.host_hit_length else 0
+        loaded = self._ceil(min(self._windows.window, req.host_hit_length))
         computed = self._ceil(extend_len - req.host_hit_length)
         # A few tokens at a time are worth a step only where there is nobody to wait for.
         least = page if self._is_alone else min(computed, self._ceil(self._windows.window))
@@ -276,6 +277,11 @@ class PrefillAdder:
     @property
     def _is_alone(self) -> bool:
         return self._nothing_runs and not self.can_run
+
+    @property
+    def _kept_free(self) -> int:
+        """Slots that a prompt leaves to those that run: a page. Who is alone may need the last."""
+        return 0 if self._is_alone else self.limits.page_size
 
     def _admit(self, req: Req, extend_len: int, *, is_chunked: bool) -> None:
         req.extend_len = extend_len

@@ -1,7 +1,7 @@
 """`Scheduler`: one per tensor-parallel rank. Wiring, the two event loops and the step functions.
 
-Owns which requests wait and which run. Composed of small owners: `RequestReceiver` (what came),
-`SchedulePolicy` and `PrefillAdder` (who is next), the worker (one step on the device),
+Owns which requests run. Composed of small owners: `RequestReceiver` (what came), `WaitingQueue`
+(who waits), `PrefillAdder` (how many fit into a step), the worker (one step on the device),
 `BatchResultProcessor` (tokens to request state), `OutputStreamer` (news to the clients),
 `SchedulerReports` (logs, metrics, state reports). All ranks run the same schedule in lockstep:
 every decision is made from replicated state and from the clock of `ReceivedStep`.
@@ -45,13 +45,11 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.launch_pacer import LaunchPacer
 from sglang.srt.managers.request_receiver import ReceivedStep
 from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
-from sglang.srt.managers.schedule_policy import (
-    AddResult,
-    PrefillAdder,
-)
+from sglang.srt.managers.schedule_policy import AddResult, PrefillAdder, SchedulePolicy
 from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 from sglang.srt.managers.tp_worker import GenerationBatchResult
+from sglang.srt.managers.waiting_queue import QueueLimits, WaitingQueue
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -79,7 +77,6 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.worker = parts.worker
         self.draft_worker = parts.draft_worker
         self.tree_cache = parts.tree_cache
-        self.policy = parts.policy
         self.grammar_manager = parts.grammar_manager
         self.result_processor = parts.result_processor
         self.streamer = parts.streamer
@@ -96,7 +93,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self.worker.get_memory_pool()
 
-        self.waiting_queue: list[Req] = []
+        self.waiting_queue = self._make_waiting_queue(parts.policy)
         self.running_batch = self._new_batch([])
         self.cur_batch: ScheduleBatch | None = None
         self.last_batch: ScheduleBatch | None = None  # a prefill not yet merged into running
@@ -122,6 +119,18 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.hicache_draft_synced: bool | None = None  # None: no draft pool, or no tiers
         self._maybe_register_hicache_draft()
         self._handlers = self._make_handlers()
+
+    def _make_waiting_queue(self, policy: SchedulePolicy) -> WaitingQueue:
+        limits = QueueLimits(
+            max_queued=self.config.max_queued_requests,
+            enable_priority=self.config.enable_priority,
+            context_len=self.config.context_len,
+            pool_size=self.token_to_kv_pool_allocator.size,
+            step_slots=self.worker.step_shape.num_slots,
+        )
+        return WaitingQueue(
+            limits, policy=policy, tree_cache=self.tree_cache, end=self._finish_without_slots
+        )
 
     def _get_draft_kv_pool(self) -> tuple[KVCache | None, ModelConfig | None]:
         """The draft model's KV pool and configuration; (None, None) where there is none.
@@ -317,12 +326,10 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         )
         if self.chunked_req is not None and not self._continue_chunked(adder):
             return None
-        self._admit_waiting(adder)
+        self.waiting_queue.admit(adder, self._room_to_run(adder))
         if not adder.can_run:
             return None
         self.chunked_req = adder.new_chunked_req
-        admitted = set(map(id, adder.can_run))
-        self.waiting_queue = [req for req in self.waiting_queue if id(req) not in admitted]
         batch = self._new_batch(adder.can_run)
         for req in batch.reqs:
             req.count_cached_tokens(self.tree_cache.storage_backend_name())
@@ -332,7 +339,9 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             if req.status is ReqStatus.WAITING:
                 req.set_status(ReqStatus.PREFILL)
                 req.forward_entry_time = self._now
-                self.reports.on_admission(self._now - req.queue_entry_time)
+                req.waited_s += max(self._now - req.waiting_since, 0.0)
+                if not req.num_retractions:
+                    self.reports.on_admission(req.waited_s)
         self.reports.on_prefill(batch, adder, self._counts())
         return batch
 
@@ -349,24 +358,12 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             raise RuntimeError(f"{req}: its next chunk does not fit into an otherwise idle pool")
         return False
 
-    def _admit_waiting(self, adder: PrefillAdder) -> None:
-        self.policy.sort(self.waiting_queue)
+    def _room_to_run(self, adder: PrefillAdder) -> int:
+        """How many requests more than those of `adder` may run."""
         running = len(self.running_batch) + len(adder.can_run)
         # Rows of requests that ended but whose last result is in flight are still taken.
         free_rows = self.req_to_token_pool.available_size()
-        for req in self.waiting_queue:
-            if free_rows <= 0 or running >= self.config.max_running_requests:
-                break
-            if not self.tree_cache.check_prefetch_progress(req.rid):
-                continue
-            req.storage_loaded_tokens += self.tree_cache.pop_prefetch_loaded_tokens(req.rid)
-            req.init_next_round_input(self.tree_cache)
-            if adder.add_one_req(req) is not AddResult.ADDED:
-                break
-            running += 1
-            free_rows -= 1
-            if req.is_chunked:
-                break
+        return min(free_rows, self.config.max_running_requests - running)
 
     def _next_decode_batch(self) -> ScheduleBatch | None:
         batch = self.running_batch
@@ -407,10 +404,9 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             victim = max(range(len(batch)), key=lambda i: (batch.reqs[i].remaining_new_tokens, i))
             req = batch.reqs[victim]
             batch.filter([i for i in range(len(batch)) if i != victim])
-            self._retract(req)
+            self._retract(req, place=len(retracted))
             retracted.append(req)
         if retracted:
-            self.waiting_queue = retracted + self.waiting_queue
             self.new_token_ratio.after_retraction(batch.reqs)
             self.reports.on_retract(retracted, self.new_token_ratio.value)
         if not batch.is_empty() and not batch.has_decode_memory():
@@ -421,7 +417,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
 
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launch one step on the device. Collective over the TP ranks."""
-        self.profiler.on_step(batch.forward_mode)
+        self.profiler.on_step()
         if self.forward_sleep_time is not None:
             time.sleep(self.forward_sleep_time)
         return self.worker.forward_batch_generation(batch)
@@ -430,7 +426,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         """Read a step's result into its requests; release those that finished."""
         self.result_processor.process(batch, result, self._now)
         if batch.forward_mode is ForwardMode.DECODE:
-            self.reports.on_decode(batch, self._counts())
+            self.reports.on_decode(self._counts())
 
     def _drain_results(self) -> None:
         """Bring the host up to date with everything that was launched."""
@@ -464,7 +460,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         ready, failed = self.grammar_manager.take(step.ready_grammars)
         for req in ready:
             req.set_status(ReqStatus.WAITING)
-            self._enqueue(req)
+            self.waiting_queue.add(req, self._now)
         for req, error in failed:
             self._finish_without_slots(req, FinishAbort(error, 400, "BadRequestError"))
 
@@ -481,74 +477,15 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             # Busy is healthy: the probe must not wait behind real work.
             self._finish_without_slots(req, FinishAbort("The server is busy.", None, None))
             return
-        self._resolve_max_new_tokens(req)
         if req.sampling_params.grammar is not None:
             req.status = ReqStatus.GRAMMAR
             self.grammar_manager.add(req)
             return
-        self._enqueue(req)
-
-    def _resolve_max_new_tokens(self, req: Req) -> None:
-        """Cap the output by the context and by what the KV pool can hold for one request."""
-        prompt_len = len(req.origin_input_ids)
-        pool_size = self.token_to_kv_pool_allocator.size
-        if prompt_len < pool_size:
-            # Slots that a decode step writes beyond its last token.
-            pool_size -= self.worker.step_shape.num_slots - 1
-        room = min(self.config.context_len, pool_size) - prompt_len
-        req.max_new_tokens = max(0, min(req.max_new_tokens, room))
-
-    def _enqueue(self, req: Req) -> None:
-        if len(req.origin_input_ids) >= self.token_to_kv_pool_allocator.size:
-            message = (
-                f"The input ({len(req.origin_input_ids)} tokens) is longer than the KV cache "
-                f"({self.token_to_kv_pool_allocator.size} tokens)."
-            )
-            self._finish_without_slots(req, FinishAbort(message, 400, "BadRequestError"))
-            return
-        limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting_queue) >= limit:
-            victim = self._queue_limit_victim(req)
-            if victim is not req:
-                self._remove_waiting(victim)
-            full = FinishAbort("The request queue is full.", 503, "ServiceUnavailable")
-            self._finish_without_slots(victim, full)
-            if victim is req:
-                return
-        req.queue_entry_time = self._now
-        self._prefetch_kvcache(req)
-        self.waiting_queue.append(req)
-
-    def _queue_limit_victim(self, req: Req) -> Req:
-        """Who leaves when the queue is full: the newcomer, or a waiting one of lower priority."""
-        if not self.config.enable_priority:
-            return req
-        # Of equals the one that came last.
-        lowest = min(reversed(self.waiting_queue), key=lambda r: r.priority or 0, default=req)
-        return lowest if (lowest.priority or 0) < (req.priority or 0) else req
-
-    def _prefetch_kvcache(self, req: Req) -> None:
-        """Start fetching the request's prefix from storage, where there is one."""
-        if self.tree_cache.storage_backend_name() is None:
-            return
-        req.init_next_round_input(self.tree_cache)
-        matched = len(req.prefix_indices) + req.host_hit_length
-        self.tree_cache.prefetch_from_storage(
-            req.rid,
-            req.last_host_node,
-            req.cacheable_ids(self.tree_cache)[matched:],
-            extra_key=req.extra_key,
-            matched_node=req.best_match_node,
-        )
+        self.waiting_queue.add(req, self._now)
 
     # ---------------------------------------------------------------------------------------
     # Requests out: abort, retract, time-outs
     # ---------------------------------------------------------------------------------------
-
-    def _remove_waiting(self, req: Req) -> None:
-        """The one way out of the waiting queue other than admission."""
-        self.waiting_queue.remove(req)
-        self.tree_cache.release_aborted_request(req.rid)
 
     def _finish_without_slots(self, req: Req, reason: Any) -> None:
         """End a request that holds neither row nor slots."""
@@ -576,11 +513,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self._abort_matching(matches, recv.abort_message)
 
     def _abort_matching(self, matches: Callable[[Req], bool], message: str | None) -> None:
-        for req in [r for r in self.waiting_queue if matches(r)]:
-            self._remove_waiting(req)
-            text = message or "Abort in waiting queue"
-            self._finish_without_slots(req, FinishAbort(text, None, None))
-        for req in self.grammar_manager.remove(matches):
+        for req in [*self.waiting_queue.remove(matches), *self.grammar_manager.remove(matches)]:
             text = message or "Abort in waiting queue"
             self._finish_without_slots(req, FinishAbort(text, None, None))
         held = self._held_requests()
@@ -606,12 +539,12 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self._absorb_last_prefill()
         self._keep_running(lambda req: not req.finished)
 
-    def _retract(self, req: Req) -> None:
-        """Take a request's memory away; it will start over as a prefill."""
+    def _retract(self, req: Req, place: int) -> None:
+        """Take a request's memory away; it will start over as a prefill, `place`th in the queue."""
         self.result_processor.release_memory(req, insert=True)
         req.reset_for_retract()
         req.set_status(ReqStatus.WAITING)
-        self._prefetch_kvcache(req)
+        self.waiting_queue.put_back(req, place, self._now)
 
     def _retract_running(self) -> None:
         """Retract every request that holds slots, in front of the waiting queue."""
@@ -620,25 +553,19 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.chunked_req = None
         self.last_batch = None
         self.running_batch = self._new_batch([])
-        for req in held:
-            self._retract(req)
-        self.waiting_queue = held + self.waiting_queue
+        for place, req in enumerate(held):
+            self._retract(req, place)
 
     def _expire_requests(self) -> None:
         """Abort what has waited or run longer than the configured limits."""
         if self._now < self._next_timeout_scan:
             return
         self._next_timeout_scan = self._now + TIMEOUT_SCAN_INTERVAL_S
-        waiting_s = envs.SGLANG_REQ_WAITING_TIMEOUT.get()
+        if self.is_paused:
+            return
+        self.waiting_queue.expire(self._now)
         running_s = envs.SGLANG_REQ_RUNNING_TIMEOUT.get()
-        if waiting_s > 0 and not self.is_paused:
-            for req in [
-                r for r in self.waiting_queue if self._now - r.queue_entry_time > waiting_s
-            ]:
-                self._remove_waiting(req)
-                late = f"Request waiting timeout reached ({waiting_s} s)."
-                self._finish_without_slots(req, FinishAbort(late, 503, "ServiceUnavailable"))
-        if running_s > 0 and not self.is_paused:
+        if running_s > 0:
             self._expire_running(running_s)
 
     def _expire_running(self, running_s: float) -> None:
@@ -811,7 +738,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def _load(self) -> dict[str, Any]:
         return self.reports.load(
             running=self._held_requests(),
-            waiting=self.waiting_queue,
+            waiting=list(self.waiting_queue),
             num_grammar=len(self.grammar_manager),
             is_paused=self.is_paused,
         )

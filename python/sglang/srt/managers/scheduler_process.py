@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -24,7 +25,11 @@ from sglang.srt.managers.grammar_manager import GrammarManager
 from sglang.srt.managers.hicache_control import HiCacheControl
 from sglang.srt.managers.hicache_setup import HiCacheSettings, build_hicache
 from sglang.srt.managers.invariant_checker import InvariantChecker
-from sglang.srt.managers.io_struct import ControlReqOutput, SchedulerReady
+from sglang.srt.managers.io_struct import (
+    BatchTokenIDOutput,
+    ControlReqOutput,
+    SchedulerReady,
+)
 from sglang.srt.managers.ipc import PullChannel, PushChannel
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import RequestReceiver
@@ -122,17 +127,16 @@ def make_scheduler(
     runner = ModelRunner(model_config, config)
     target_worker = TpModelWorker(runner)
     draft_worker = create_draft_worker(spec, plan, target_worker, config) if spec else None
-    ready = _ready_message(model_config, runner, draft_worker)
-    scheduler = build_scheduler(
-        server_args,
-        port_args,
-        target_worker,
-        draft_worker,
-        ready,
+    setup = RankSetup(
+        server_args=server_args,
+        port_args=port_args,
+        target_worker=target_worker,
+        draft_worker=draft_worker,
+        ready=_ready_message(model_config, runner, draft_worker),
         tp_rank=tp_rank,
         dp_rank=dp_rank,
     )
-    return scheduler, ready
+    return build_scheduler(setup), setup.ready
 
 
 def _check_storage(server_args: ServerArgs) -> None:
@@ -227,34 +231,121 @@ def _ready_message(
     )
 
 
-def build_scheduler(
-    server_args: ServerArgs,
-    port_args: PortArgs,
-    target_worker: TpModelWorker,
-    draft_worker: BaseSpecWorker | None,
-    ready: SchedulerReady,
-    *,
-    tp_rank: int,
-    dp_rank: int,
-) -> Scheduler:
-    """Wire one rank's scheduler. Only rank 0 reads from and sends to other processes."""
-    is_rank_zero = tp_rank == 0
-    worker: BatchWorker = draft_worker or target_worker
-    rows, allocator = worker.get_memory_pool()
-    metrics = _make_metrics(server_args, ready, tp_rank=tp_rank, dp_rank=dp_rank)
-    weight_updater = _make_weight_updater(server_args, target_worker, draft_worker)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What the parts of one rank's scheduler are made from: settings, loaded models, its place."""
+
+    server_args: ServerArgs
+    port_args: PortArgs
+    target_worker: TpModelWorker
+    draft_worker: BaseSpecWorker | None
+    ready: SchedulerReady
+    tp_rank: int
+    dp_rank: int
+
+    @property
+    def worker(self) -> BatchWorker:
+        """The one that takes the steps."""
+        return self.draft_worker or self.target_worker
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is the rank that reads from and sends to other processes."""
+        return self.tp_rank == 0
+
+
+def build_scheduler(setup: RankSetup) -> Scheduler:
+    """Wire one rank's scheduler. Collective over TP ranks where there are tiers."""
+    server_args = setup.server_args
+    rows, allocator = setup.worker.get_memory_pool()
+    metrics = _make_metrics(setup)
+    weight_updater = _make_weight_updater(setup)
     wakeup = Wakeup()
-    hicache = _make_hicache(server_args, target_worker, draft_worker, wakeup, metrics)
-    states = _make_state_snapshots(server_args, target_worker.model_runner)
+    hicache = _make_hicache(setup, wakeup, metrics)
+    tree_cache = _make_tree_cache(setup, hicache, weight_updater.kv_fingerprint())
+    channels = _open_channels(setup)
+    streamer = OutputStreamer(channels.send_output, dp_rank=setup.dp_rank)
+    results = BatchResultProcessor(
+        tree_cache=tree_cache,
+        req_to_token_pool=rows,
+        streamer=streamer,
+        decode_tail=_make_decode_tail(server_args),
+    )
+    new_token_ratio = NewTokenRatio(server_args.schedule_conservativeness)
+    parts = SchedulerParts(
+        receiver=RequestReceiver(channels.receiver, get_tp_group().cpu_group, wakeup),
+        worker=setup.worker,
+        draft_worker=setup.draft_worker,
+        tree_cache=tree_cache,
+        policy=_make_policy(server_args, tree_cache),
+        grammar_manager=GrammarManager(_make_grammar_backend(setup)),
+        result_processor=results,
+        streamer=streamer,
+        reports=SchedulerReports(
+            _report_facts(setup),
+            tree_cache=tree_cache,
+            allocator=allocator,
+            results=results,
+            metrics=metrics,
+            new_token_ratio=new_token_ratio,
+        ),
+        profiler=SchedulerProfiler(setup.tp_rank, setup.dp_rank),
+        new_token_ratio=new_token_ratio,
+        checker=_make_checker(setup, tree_cache),
+        hicache_control=_make_hicache_control(server_args, tree_cache),
+        send_to_front=channels.send_control,
+        beat=_make_liveness(setup).increment,
+        weight_updater=weight_updater,
+        memory_saver=setup.target_worker.model_runner.config.memory_saver or MemorySaver(),
+    )
+    return Scheduler(_scheduler_config(setup), parts)
+
+
+def _no_front(reply: ControlReqOutput) -> None:
+    raise RuntimeError("only rank 0 replies to the front")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Channels:
+    """The ways from and to other processes; by default those of a rank that has none."""
+
+    receiver: PullChannel | None = None
+    send_output: Callable[[BatchTokenIDOutput], None] | None = None
+    send_control: Callable[[ControlReqOutput], None] = _no_front
+
+
+def _open_channels(setup: RankSetup) -> _Channels:
+    if not setup.is_rank_zero:
+        return _Channels()
+    ports = setup.port_args
+    return _Channels(
+        receiver=PullChannel(ports.scheduler_input_ipc_names[setup.dp_rank]),
+        send_output=PushChannel(ports.detokenizer_ipc_name).send,
+        send_control=PushChannel(ports.tokenizer_ipc_name).send,
+    )
+
+
+def _make_liveness(setup: RankSetup) -> LivenessCounter:
+    index = setup.dp_rank * setup.server_args.tp_size + setup.tp_rank
+    return LivenessCounter(setup.port_args.liveness_path, index)
+
+
+def _make_tree_cache(
+    setup: RankSetup, hicache: HiCacheParams | None, weights_fingerprint: str
+) -> BasePrefixCache:
+    """The prefix cache over the worker's pools, and over the tiers behind them."""
+    server_args, worker = setup.server_args, setup.worker
+    rows, allocator = worker.get_memory_pool()
+    states = _make_state_snapshots(server_args, setup.target_worker.model_runner)
     tree_cache = create_tree_cache(
         CacheInitParams(
             req_to_token_pool=rows,
             token_to_kv_pool_allocator=allocator,
-            page_size=ready.page_size,
+            page_size=setup.ready.page_size,
             disable=server_args.disable_radix_cache,
             eviction_policy=server_args.radix_eviction_policy,
             lookahead=key_lookahead(server_args),
-            weights_fingerprint=weight_updater.kv_fingerprint(),
+            weights_fingerprint=weights_fingerprint,
             hicache=hicache,
             state_allocator=states.allocator if states is not None else None,
             capture_state=states.capture if states is not None else None,
@@ -263,73 +354,30 @@ def build_scheduler(
     )
     if hicache is not None:
         worker.register_hicache_layer_transfer_counter(hicache.controller.layer_done_counter)
-    send_output = send_control = None
-    receiver_channel = None
-    if is_rank_zero:
-        receiver_channel = PullChannel(port_args.scheduler_input_ipc_names[dp_rank])
-        send_output = PushChannel(port_args.detokenizer_ipc_name).send
-        send_control = PushChannel(port_args.tokenizer_ipc_name).send
-    streamer = OutputStreamer(send_output, dp_rank=dp_rank)
-    results = BatchResultProcessor(
-        tree_cache=tree_cache,
-        req_to_token_pool=rows,
-        streamer=streamer,
-        decode_tail=_make_decode_tail(server_args),
-    )
-    new_token_ratio = NewTokenRatio(server_args.schedule_conservativeness)
-    reports = SchedulerReports(
-        _report_facts(server_args, ready, dp_rank=dp_rank, is_rank_zero=is_rank_zero),
-        tree_cache=tree_cache,
-        allocator=allocator,
-        results=results,
-        metrics=metrics,
-        new_token_ratio=new_token_ratio,
-    )
-    liveness = LivenessCounter(port_args.liveness_path, dp_rank * server_args.tp_size + tp_rank)
-    parts = SchedulerParts(
-        receiver=RequestReceiver(receiver_channel, get_tp_group().cpu_group, wakeup),
-        worker=worker,
-        draft_worker=draft_worker,
-        tree_cache=tree_cache,
-        policy=SchedulePolicy(
-            server_args.schedule_policy,
-            tree_cache,
-            enable_priority=server_args.enable_priority_scheduling,
-            seed=server_args.random_seed or 0,
-        ),
-        grammar_manager=GrammarManager(_make_grammar_backend(server_args, ready)),
-        result_processor=results,
-        streamer=streamer,
-        reports=reports,
-        profiler=SchedulerProfiler(tp_rank, dp_rank),
-        new_token_ratio=new_token_ratio,
-        checker=InvariantChecker(
-            tree_cache=tree_cache,
-            req_to_token_pool=rows,
-            token_to_kv_pool_allocator=allocator,
-        ),
-        hicache_control=_make_hicache_control(server_args, tree_cache),
-        send_to_front=send_control or _no_front,
-        beat=liveness.increment,
-        weight_updater=weight_updater,
-        memory_saver=target_worker.model_runner.config.memory_saver or MemorySaver(),
-    )
-    config = _scheduler_config(
-        server_args,
-        ready,
-        worker.step_shape.num_slots,
-        dp_rank=dp_rank,
-        is_rank_zero=is_rank_zero,
-    )
-    return Scheduler(config, parts)
+    return tree_cache
 
 
-def _make_weight_updater(
-    server_args: ServerArgs, target: TpModelWorker, draft: BaseSpecWorker | None
-) -> WeightUpdater:
+def _make_checker(setup: RankSetup, tree_cache: BasePrefixCache) -> InvariantChecker:
+    rows, allocator = setup.worker.get_memory_pool()
+    return InvariantChecker(
+        tree_cache=tree_cache, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator
+    )
+
+
+def _make_policy(server_args: ServerArgs, tree_cache: BasePrefixCache) -> SchedulePolicy:
+    return SchedulePolicy(
+        server_args.schedule_policy,
+        tree_cache,
+        enable_priority=server_args.enable_priority_scheduling,
+        seed=server_args.random_seed or 0,
+    )
+
+
+def _make_weight_updater(setup: RankSetup) -> WeightUpdater:
+    server_args, draft = setup.server_args, setup.draft_worker
     drafts = draft.draft_runner_list if isinstance(draft, DraftModelWorker) else ()
     return WeightUpdater(
-        target.model_runner,
+        setup.target_worker.model_runner,
         drafts,
         model_path=server_args.model_path,
         load_format=server_args.load_format,
@@ -339,10 +387,6 @@ def _make_weight_updater(
             receive_s=envs.SGLANG_WEIGHT_RECEIVE_TIMEOUT.get(),
         ),
     )
-
-
-def _no_front(reply: ControlReqOutput) -> None:
-    raise RuntimeError("only rank 0 replies to the front")
 
 
 def _make_state_snapshots(server_args: ServerArgs, runner: ModelRunner) -> StateSnapshots | None:
@@ -356,19 +400,16 @@ def _make_state_snapshots(server_args: ServerArgs, runner: ModelRunner) -> State
 
 
 def _make_hicache(
-    server_args: ServerArgs,
-    target_worker: TpModelWorker,
-    draft_worker: BaseSpecWorker | None,
-    wakeup: Wakeup,
-    metrics: SchedulerMetrics | None,
+    setup: RankSetup, wakeup: Wakeup, metrics: SchedulerMetrics | None
 ) -> HiCacheParams | None:
     """The tiers behind the device, without storage; None where they are not wanted."""
+    server_args = setup.server_args
     if not server_args.enable_hierarchical_cache:
         return None
-    runner = target_worker.model_runner
+    runner = setup.target_worker.model_runner
     draft_bytes = 0
-    if isinstance(draft_worker, DraftModelWorker):
-        pool, config = draft_kv(draft_worker.draft_runner_list)
+    if isinstance(setup.draft_worker, DraftModelWorker):
+        pool, config = draft_kv(setup.draft_worker.draft_runner_list)
         draft_bytes = kv_bytes_per_token(config, server_args.tp_size, pool.dtype)
     return build_hicache(
         HiCacheSettings(
@@ -414,21 +455,15 @@ def _make_hicache_control(
     )
 
 
-def _scheduler_config(
-    server_args: ServerArgs,
-    ready: SchedulerReady,
-    step_slots: int,
-    *,
-    dp_rank: int,
-    is_rank_zero: bool,
-) -> SchedulerConfig:
+def _scheduler_config(setup: RankSetup) -> SchedulerConfig:
+    server_args, ready = setup.server_args, setup.ready
     chunk = server_args.chunked_prefill_size
     return SchedulerConfig(
         limits=PrefillLimits(
             max_prefill_tokens=server_args.max_prefill_tokens,
             chunk_size=chunk if chunk is not None and chunk > 0 else None,
             page_size=ready.page_size,
-            step_slots=step_slots,
+            step_slots=setup.worker.step_shape.num_slots,
         ),
         max_running_requests=ready.max_running_requests,
         max_queued_requests=server_args.max_queued_requests,
@@ -438,8 +473,8 @@ def _scheduler_config(
         eos_token_ids=frozenset(ready.eos_token_ids),
         weight_version=server_args.weight_version,
         stream_interval=server_args.stream_interval,
-        dp_rank=dp_rank,
-        is_rank_zero=is_rank_zero,
+        dp_rank=setup.dp_rank,
+        is_rank_zero=setup.is_rank_zero,
         enable_overlap=not server_args.disable_overlap_schedule,
         isolate_weights=not server_args.disable_weight_version_kv_isolation,
     )
@@ -456,31 +491,29 @@ def _make_decode_tail(server_args: ServerArgs) -> DecodeTail | None:
     return tokenizer.decode
 
 
-def _make_grammar_backend(
-    server_args: ServerArgs, ready: SchedulerReady
-) -> BaseGrammarBackend | None:
+def _make_grammar_backend(setup: RankSetup) -> BaseGrammarBackend | None:
+    server_args = setup.server_args
     if server_args.skip_tokenizer_init:
         return None
     return create_grammar_backend(
         server_args.grammar_backend or "none",
         read_tokenizer_json(server_args.tokenizer_path or server_args.model_path),
-        ready.vocab_size,
-        ready.eos_token_ids,
+        setup.ready.vocab_size,
+        setup.ready.eos_token_ids,
     )
 
 
-def _make_metrics(
-    server_args: ServerArgs, ready: SchedulerReady, *, tp_rank: int, dp_rank: int
-) -> SchedulerMetrics | None:
+def _make_metrics(setup: RankSetup) -> SchedulerMetrics | None:
     """Metrics of this rank; None where it does not report any."""
-    reports = tp_rank == 0 or server_args.enable_metrics_for_all_schedulers
+    server_args, ready = setup.server_args, setup.ready
+    reports = setup.is_rank_zero or server_args.enable_metrics_for_all_schedulers
     if not (server_args.enable_metrics and reports):
         return None
     metrics = SchedulerMetrics(
         SchedulerLabels(
             model_name=server_args.served_model_name or server_args.model_path,
-            tp_rank=tp_rank,
-            dp_rank=dp_rank if server_args.dp_size > 1 else None,
+            tp_rank=setup.tp_rank,
+            dp_rank=setup.dp_rank if server_args.dp_size > 1 else None,
             extra=parse_extra_labels(server_args.extra_metric_labels),
         )
     )
@@ -497,15 +530,14 @@ def _make_metrics(
     return metrics
 
 
-def _report_facts(
-    server_args: ServerArgs, ready: SchedulerReady, *, dp_rank: int, is_rank_zero: bool
-) -> ReportFacts:
+def _report_facts(setup: RankSetup) -> ReportFacts:
+    server_args, ready = setup.server_args, setup.ready
     return ReportFacts(
         server_args={**dataclasses.asdict(server_args), **ready.resolved_args},
         memory_usage=ready.memory_usage,
         max_running_requests=ready.max_running_requests,
         decode_log_interval=server_args.decode_log_interval,
-        dp_rank=dp_rank,
+        dp_rank=setup.dp_rank,
         startup_time=ready.load_time_s,
-        is_logging_rank=is_rank_zero,
+        is_logging_rank=setup.is_rank_zero,
     )

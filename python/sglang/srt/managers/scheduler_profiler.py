@@ -14,7 +14,6 @@ import torch
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import ProfileReqInput
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class SchedulerProfiler:
             return False, "Profiling is not in progress. Call /start_profile first."
         return self._stop()
 
-    def on_step(self, mode: ForwardMode) -> None:
+    def on_step(self) -> None:
         """Called before each step: begins and ends a profile that was asked for by step number."""
         self._step += 1
         if self._request is None:

@@ -70,7 +70,7 @@ class SchedulerReports:
     def on_admission(self, waited_s: float) -> None:
         """A request left the waiting queue for its first prefill step."""
         if self.metrics is not None:
-            self.metrics.observe_queue_time(max(waited_s, 0.0))
+            self.metrics.observe_queue_time(waited_s)
 
     def on_weight_update(self, source: str, elapsed_s: float) -> None:
         """Weights were loaded. `source`: disk, distributed, tensor or ipc."""
@@ -97,8 +97,8 @@ class SchedulerReports:
                 *counts,
             )
 
-    def on_decode(self, batch: ScheduleBatch, counts: tuple[int, int]) -> None:
-        """The result of a decode step was read."""
+    def on_decode(self, counts: tuple[int, int]) -> None:
+        """The result of a decode step was read. `counts`: see above."""
         self._decode_steps += 1
         if self._decode_steps % self.facts.decode_log_interval:
             return

@@ -127,14 +127,7 @@ class TokenizerManager:
         info = scheduler_infos[0]
         self.context_len = info.context_len
         self.vocab_size = info.vocab_size
-        self.tokenizer: BaseTokenizer | None = None
-        if not server_args.skip_tokenizer_init:
-            self.tokenizer = get_tokenizer(
-                server_args.tokenizer_path or server_args.model_path,
-                tokenizer_mode=server_args.tokenizer_mode,
-                trust_remote_code=server_args.trust_remote_code,
-                revision=server_args.revision,
-            )
+        self.tokenizer = _load_tokenizer(server_args)
         self._prompts = PromptPreparer(server_args, info, self.tokenizer)
         self.preferred_sampling = _parse_preferred(server_args.preferred_sampling_params)
 
@@ -788,6 +781,17 @@ class TokenizerManager:
         self._prompts.close()
         self._pull.close()
         self._dispatcher.close()
+
+
+def _load_tokenizer(server_args: ServerArgs) -> BaseTokenizer | None:
+    if server_args.skip_tokenizer_init:
+        return None
+    return get_tokenizer(
+        server_args.tokenizer_path or server_args.model_path,
+        tokenizer_mode=server_args.tokenizer_mode,
+        trust_remote_code=server_args.trust_remote_code,
+        revision=server_args.revision,
+    )
 
 
 def _parse_preferred(text: str | None) -> dict[str, Any] | None:

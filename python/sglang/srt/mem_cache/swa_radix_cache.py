@@ -195,7 +195,8 @@ class SWARadixCache(UnifiedRadixCache):
             if num_rows <= self._windows.tail:
                 self._evict_leaf(node)
                 return num_rows
-            node = self._split(node, num_rows - self._windows.tail)
+            if self._windows.tail:
+                node = self._split(node, num_rows - self._windows.tail)
         return self._windows.drop_rows(node)
 
     def _make_device_room(self, part: TreeComponent) -> int:

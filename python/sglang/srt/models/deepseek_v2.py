@@ -145,7 +145,7 @@ class DeepseekMoE(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         raw = config.hf_config
-        num_experts, width = int(raw["n_routed_experts"]), config.moe_intermediate_size
+        num_experts, width = int(raw["n_routed_experts"]), config.experts.moe_intermediate_size
         num_shared = int(raw.get("n_shared_experts") or 0)
         if config.routing is None:
             raise ModelConfigError("config.json lacks the number of experts: n_routed_experts")

@@ -20,12 +20,12 @@ class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
         if not config.is_moe_layer(layer_id):
             return GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
         return SparseMoeBlock(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
+            num_experts=config.experts.num_experts,
+            top_k=config.experts.num_experts_per_tok,
             hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
+            intermediate_size=config.experts.moe_intermediate_size,
             hidden_act=config.hidden_act,
-            norm_topk_prob=config.norm_topk_prob,
+            norm_topk_prob=config.experts.norm_topk_prob,
         )
 
 

@@ -90,12 +90,12 @@ class SharedExpertMoeBlock(SparseMoeBlock):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(
-            num_experts=config.num_experts,
-            top_k=config.num_experts_per_tok,
+            num_experts=config.experts.num_experts,
+            top_k=config.experts.num_experts_per_tok,
             hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size,
+            intermediate_size=config.experts.moe_intermediate_size,
             hidden_act=config.hidden_act,
-            norm_topk_prob=config.norm_topk_prob,
+            norm_topk_prob=config.experts.norm_topk_prob,
         )
         width = int(config.hf_config["shared_expert_intermediate_size"])
         self.shared_expert = GatedMLP(config.hidden_size, width, config.hidden_act)

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang.srt.mem_cache.allocator import create_token_to_kv_pool_allocator
 from sglang.srt.mem_cache.mamba_pool import MambaPool, StateShape
-from sglang.test.fakes.fake_kv import prefix_checksums
+from sglang.srt.mem_cache.memory_pool_host import MambaPoolHost, PoolEntry
+from sglang.srt.mem_cache.pool_transfer import PageRule, PoolName
+from sglang.test.fakes.fake_kv import FakeKV, prefix_checksums
 
 # Two buffers of unequal rows and dtypes, as real models have them.
 _SHAPE = StateShape(
@@ -84,4 +87,26 @@ class FakeStates(MambaPool):
         return b"".join(
             conv[layer].numpy().tobytes() + temporal[layer].numpy().tobytes()
             for layer in range(self.layer_num)
+        )
+
+
+class TieredStates:
+    """Snapshot slots on the device (``pool``, ``allocator``) and on the host, beside a ``FakeKV``.
+
+    What ``HiCacheEngine`` needs of a model with recurrent states.
+    """
+
+    def __init__(self, kv: FakeKV, num_states: int, num_host_states: int) -> None:
+        self.pool = FakeStates(num_states)
+        self.allocator = create_token_to_kv_pool_allocator(num_states, 1, torch.int64, "cpu", kv)
+        self.host = MambaPoolHost(self.pool, num_host_states)
+
+    def entry(self) -> PoolEntry:
+        """For the group of host pools."""
+        return PoolEntry(
+            name=PoolName.MAMBA,
+            host_pool=self.host,
+            device_pool=self.pool,
+            share_indices_with_anchor=False,
+            rule=PageRule(trailing=1),
         )

@@ -21,7 +21,9 @@ from sglang.srt.mem_cache.allocator import (
     create_token_to_kv_pool_allocator,
 )
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.swa_allocator import SWATokenToKVPoolAllocator, swa_part
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.kv_cache_sizing import num_window_tokens
 
 FAKE_VOCAB = 1000
 _MULTIPLIER = 6364136223846793005
@@ -44,23 +46,48 @@ def oracle(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class FakeModelWorker:
-    """Stands in for `TpModelWorker`. `num_tokens_computed` counts prefill work."""
+    """Stands in for `TpModelWorker`. `num_tokens_computed` counts prefill work.
+
+    With a `window` there are as few window rows beside the slots as a server may have.
+    """
 
     step_shape = StepShape()
 
     def __init__(
-        self, *, num_slots: int, page_size: int, max_requests: int, context_len: int
+        self,
+        *,
+        num_slots: int,
+        page_size: int,
+        max_requests: int,
+        context_len: int,
+        window: int | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         extra = 1 + 2 * self.step_shape.max_tokens + self.step_shape.num_slots
         self.req_to_token_pool = ReqToTokenPool(max_requests, context_len + extra, "cpu")
-        self.allocator = create_token_to_kv_pool_allocator(
-            num_slots, page_size, torch.float32, "cpu", None
-        )
+        self.allocator = self._make_allocator(num_slots, page_size, window)
         self.slot_tokens = np.full(num_slots + page_size, -1, dtype=np.int64)
         self.last_token_ids = np.zeros(max_requests, dtype=np.int64)
         self.num_tokens_computed = 0
         self.num_steps = 0
+
+    def _make_allocator(
+        self, num_slots: int, page_size: int, window: int | None
+    ) -> BaseTokenToKVPoolAllocator:
+        if window is None:
+            return create_token_to_kv_pool_allocator(
+                num_slots, page_size, torch.float32, "cpu", None
+            )
+        num_rows = num_window_tokens(
+            num_slots,
+            ratio=0.0,
+            window=window,
+            page_size=page_size,
+            step_slots=self.step_shape.num_slots,
+        )
+        return SWATokenToKVPoolAllocator(
+            num_slots, num_rows, page_size, torch.float32, "cpu", None, window
+        )
 
     def get_memory_pool(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
         return self.req_to_token_pool, self.allocator
@@ -78,16 +105,21 @@ class FakeModelWorker:
         else:
             ids = self.last_token_ids[rows]
         self.slot_tokens[batch.out_cache_loc.numpy()] = ids
-        table = self.req_to_token_pool.req_to_token_cpu.numpy()
-        tokens = [
-            next_token(self.slot_tokens[table[row, :seq_len]])
-            for row, seq_len in zip(rows, batch.seq_lens)
-        ]
+        ends = zip(rows.tolist(), batch.seq_lens.tolist())
+        tokens = [self._next_token(row, seq_len) for row, seq_len in ends]
         self.last_token_ids[rows] = tokens
         return GenerationBatchResult(
             next_token_ids=torch.tensor(tokens, dtype=torch.int64),
             logits_output=LogitsProcessorOutput(next_token_logits=torch.empty(0)),
         )
+
+    def _next_token(self, row: int, seq_len: int) -> int:
+        """The token behind the first `seq_len` of a row, whose window must be there."""
+        slots = self.req_to_token_pool.read(row, 0, seq_len)
+        windows = swa_part(self.allocator)
+        if windows is not None:
+            assert (windows.swa_rows(slots[-windows.window :]) > 0).all(), "a window lacks rows"
+        return next_token(self.slot_tokens[slots.numpy()])
 
 
 class FakeSpeculativeWorker(FakeModelWorker):
@@ -100,13 +132,21 @@ class FakeSpeculativeWorker(FakeModelWorker):
     step_shape = StepShape(max_tokens=4, num_slots=6)
 
     def __init__(
-        self, *, num_slots: int, page_size: int, max_requests: int, context_len: int, seed: int = 0
+        self,
+        *,
+        num_slots: int,
+        page_size: int,
+        max_requests: int,
+        context_len: int,
+        window: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(
             num_slots=num_slots,
             page_size=page_size,
             max_requests=max_requests,
             context_len=context_len,
+            window=window,
         )
         self._lens = np.zeros(max_requests, dtype=np.int64)  # committed tokens of each row
         self._rng = np.random.default_rng(seed)
@@ -141,7 +181,7 @@ class FakeSpeculativeWorker(FakeModelWorker):
         accepted = []
         for offset in range(num_accepted):
             self.slot_tokens[slots[start + offset]] = self.last_token_ids[row]
-            token = next_token(self.slot_tokens[slots[: start + offset + 1]])
+            token = self._next_token(row, start + offset + 1)
             self.last_token_ids[row] = token
             accepted.append(token)
         self._lens[row] = start + num_accepted

@@ -29,17 +29,16 @@ from sglang.srt.mem_cache.mamba_radix_cache import MambaRadixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.memory_pool_host import (
     HostPoolGroup,
-    MambaPoolHost,
     MHATokenToKVPoolHost,
     PoolEntry,
 )
 from sglang.srt.mem_cache.page_key import CacheIdentity
-from sglang.srt.mem_cache.pool_transfer import PageRule, PoolName
+from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import ComponentType, TreeNode
 from sglang.srt.platforms.cpu import CpuPlatform
 from sglang.test.fakes.controller_rig import MemoryStore
 from sglang.test.fakes.fake_kv import FakeEngine, FakeKV, FakeReq, prefix_checksums
-from sglang.test.fakes.fake_states import FakeStates
+from sglang.test.fakes.fake_states import TieredStates
 from sglang.test.fakes.fake_windows import FakeWindows
 from sglang.test.fakes.stepped_controller import SteppedController
 
@@ -87,6 +86,16 @@ class HiReq(FakeReq):
     done_tokens: int = field(default=0)
 
 
+def _fake_identity(page_size: int) -> CacheIdentity:
+    return CacheIdentity(
+        model="fake",
+        weights_fingerprint="",
+        kv_dtype="int64",
+        page_size=page_size,
+        layout="page_first",
+    )
+
+
 class HiCacheEngine(FakeEngine):
     """A stepped cache over the three tiers. ``store``: shared by engines that are one fleet."""
 
@@ -126,37 +135,19 @@ class HiCacheEngine(FakeEngine):
         self.host = MHATokenToKVPoolHost(self.kv, host_size, "page_first")
         self.store = store or MemoryStore()
         self.clock = ManualClock()
-        group = HostPoolGroup(
-            PoolEntry(name=PoolName.KV, host_pool=self.host, device_pool=self.kv), "direct"
-        )
         # Recurrent states, one slot each, as many on the host; 0: the model has none.
-        self.states: FakeStates | None = None
-        self.state_allocator = None
+        self.states: TieredStates | None = None
         if num_states:
-            self.states = FakeStates(num_states)
-            self.state_allocator = create_token_to_kv_pool_allocator(
-                num_states, 1, torch.int64, "cpu", self.kv
-            )
-            self.state_host = MambaPoolHost(self.states, num_host_states or num_states)
-            group.add(
-                PoolEntry(
-                    name=PoolName.MAMBA,
-                    host_pool=self.state_host,
-                    device_pool=self.states,
-                    share_indices_with_anchor=False,
-                    rule=PageRule(trailing=1),
-                )
-            )
+            self.states = TieredStates(self.kv, num_states, num_host_states or num_states)
         # Layers with a sliding window beside the others; 0: the model has none.
         self.windows: FakeWindows | None = None
         if window:
             self.windows = FakeWindows(self.kv, num_window_rows, num_host_window_rows, window)
             self.allocator = self.windows.allocator
-            group.add(self.windows.entry())
         # Copies and storage move when told to, unless a test wants real threads.
         self.any_controller = controller_class(
             self.allocator,
-            group,
+            self._host_pools(),
             page_size=page_size,
             platform=CpuPlatform(),
             backend_factory=lambda name, config: self.store,
@@ -172,17 +163,11 @@ class HiCacheEngine(FakeEngine):
                 weights_fingerprint=weights_fingerprint,
                 enable_kv_cache_events=enable_kv_cache_events,
                 eviction_policy=eviction_policy,
-                state_allocator=self.state_allocator,
+                state_allocator=self.states.allocator if self.states is not None else None,
                 capture_state=self.capture_state,
                 hicache=HiCacheParams(
                     controller=self.any_controller,
-                    identity=CacheIdentity(
-                        model="fake",
-                        weights_fingerprint="",
-                        kv_dtype="int64",
-                        page_size=page_size,
-                        layout="page_first",
-                    ),
+                    identity=_fake_identity(page_size),
                     storage_backend=storage_backend,
                     storage_extra_config=extra_config,
                     clock=self.clock,
@@ -193,16 +178,24 @@ class HiCacheEngine(FakeEngine):
         self.running: list[FakeReq] = []
         self.waiting: list[HiReq] = []
 
+    def _host_pools(self) -> HostPoolGroup:
+        anchor = PoolEntry(name=PoolName.KV, host_pool=self.host, device_pool=self.kv)
+        group = HostPoolGroup(anchor, "direct")
+        for beside in (self.states, self.windows):
+            if beside is not None:
+                group.add(beside.entry())
+        return group
+
     def capture_state(self, req: Any, num_tokens: int) -> torch.Tensor | None:
         """Make a snapshot of a request's state; a state is named by all tokens before it."""
-        if self.states is None or self.state_allocator is None:
+        if self.states is None:
             return None
-        slot = self.state_allocator.alloc(1)
+        slot = self.states.allocator.alloc(1)
         if slot is None and isinstance(self.tree, MambaRadixCache):
             self.tree.free_state_slots(1)
-            slot = self.state_allocator.alloc(1)
+            slot = self.states.allocator.alloc(1)
         if slot is not None:
-            self.states.write_state(
+            self.states.pool.write_state(
                 slot, req.all_ids[:num_tokens], req.extra_key, req.kv_fingerprint
             )
         return slot
@@ -215,7 +208,9 @@ class HiCacheEngine(FakeEngine):
         assert req.last_node is not None
         slot = req.last_node.data[ComponentType.MAMBA].value
         assert slot is not None, f"{req.last_node!r} has no state to begin with"
-        self.states.verify_state(slot, req.all_ids[:num_tokens], req.extra_key, req.kv_fingerprint)
+        self.states.pool.verify_state(
+            slot, req.all_ids[:num_tokens], req.extra_key, req.kv_fingerprint
+        )
 
     @property
     def controller(self) -> SteppedController:
@@ -370,8 +365,8 @@ class HiCacheEngine(FakeEngine):
         self.tree.reset()
         self.allocator.clear()
         self.req_pool.clear()
-        if self.state_allocator is not None:
-            self.state_allocator.clear()
+        if self.states is not None:
+            self.states.allocator.clear()
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -386,10 +381,11 @@ class HiCacheEngine(FakeEngine):
                 if self.windows is not None:
                     self.windows.verify(req, slots)
         assert self.req_pool.available_size() == self.req_pool.size - len(self.running)
-        if self.state_allocator is not None:
+        if self.states is not None:
             states = [node.data[ComponentType.MAMBA] for node in self.tree.iter_nodes()]
             on_device = sum(data.value is not None for data in states)
-            assert self.state_allocator.available_size() + on_device == self.state_allocator.size
+            of_states = self.states.allocator
+            assert of_states.available_size() + on_device == of_states.size
 
     def check_host(self) -> None:
         """Compare every settled host copy with what its tokens should give."""
@@ -410,8 +406,8 @@ class HiCacheEngine(FakeEngine):
         fingerprint, namespace = node.key.namespace
         state = node.data[ComponentType.MAMBA].host_value if self.states is not None else None
         if self.states is not None and state is not None:
-            want_bytes = self.states.page_bytes(tokens, namespace, fingerprint)
-            got_bytes = b"".join(bytes(part) for part in self.state_host.page_buffers(int(state)))
+            want_bytes = self.states.pool.page_bytes(tokens, namespace, fingerprint)
+            got_bytes = b"".join(bytes(part) for part in self.states.host.page_buffers(int(state)))
             assert got_bytes == want_bytes, f"host state of {node!r} is wrong"
         host_value = node.host_value
         assert host_value is not None

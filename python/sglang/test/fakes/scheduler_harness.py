@@ -61,51 +61,105 @@ class _ListReceiver:
         self.on_wait(timeout_s)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessOptions:
+    """What a test may choose of the fake worker, the cache and the scheduler."""
+
+    num_slots: int = 256
+    page_size: int = 1
+    max_requests: int = 16
+    context_len: int = 128
+    chunk_size: int | None = None
+    overlap: bool = False
+    policy: str = "fcfs"
+    disable_cache: bool = False
+    max_queued: int | None = None
+    enable_priority: bool = False
+    max_prefill_tokens: int = 4096
+    conservativeness: float = 1.0
+    vocab_size: int = FAKE_VOCAB
+    is_eagle: bool = False
+
+    def make_worker(self) -> FakeModelWorker:
+        """A worker without a model, with pools of these sizes."""
+        return FakeModelWorker(
+            num_slots=self.num_slots,
+            page_size=self.page_size,
+            max_requests=self.max_requests,
+            context_len=self.context_len,
+        )
+
+    def scheduler_config(self, step_slots: int) -> SchedulerConfig:
+        """The settings of a scheduler whose worker writes `step_slots` a request and step."""
+        return SchedulerConfig(
+            limits=PrefillLimits(
+                max_prefill_tokens=self.max_prefill_tokens,
+                chunk_size=self.chunk_size,
+                page_size=self.page_size,
+                step_slots=step_slots,
+            ),
+            max_running_requests=self.max_requests,
+            max_queued_requests=self.max_queued,
+            enable_priority=self.enable_priority,
+            context_len=self.context_len,
+            vocab_size=self.vocab_size,
+            eos_token_ids=frozenset({0}),
+            weight_version="default",
+            stream_interval=1,
+            dp_rank=0,
+            is_rank_zero=True,
+            enable_overlap=self.overlap,
+        )
+
+    def report_facts(self) -> ReportFacts:
+        """Facts of a server that has none."""
+        return ReportFacts(
+            server_args={},
+            memory_usage={"weight": 0.0, "kv_cache": 0.0, "graph": 0.0},
+            max_running_requests=self.max_requests,
+            decode_log_interval=40,
+            dp_rank=0,
+            startup_time=0.0,
+            is_logging_rank=False,
+        )
+
+
 class SchedulerHarness:
     """`step()` is one iteration of the chosen loop; `outputs[rid]` collects news by request."""
 
     def __init__(
         self,
         *,
-        num_slots: int = 256,
-        page_size: int = 1,
-        max_requests: int = 16,
-        context_len: int = 128,
-        chunk_size: int | None = None,
-        overlap: bool = False,
-        policy: str = "fcfs",
-        disable_cache: bool = False,
-        max_queued: int | None = None,
-        enable_priority: bool = False,
-        max_prefill_tokens: int = 4096,
-        conservativeness: float = 1.0,
-        vocab_size: int = FAKE_VOCAB,
         worker: Any = None,
         hicache: HiCacheParams | None = None,
-        is_eagle: bool = False,
         hicache_control: Callable[[BasePrefixCache], HiCacheControl] | None = None,
         scheduler_class: type[Scheduler] = Scheduler,
+        **options: Any,
     ) -> None:
-        """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool."""
-        self.worker: Any = worker
-        if worker is None:
-            self.worker = FakeModelWorker(
-                num_slots=num_slots,
-                page_size=page_size,
-                max_requests=max_requests,
-                context_len=context_len,
-            )
+        """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool.
+
+        `options`: fields of `HarnessOptions`.
+        """
+        self.options = HarnessOptions(**options)
+        self.worker: Any = self.options.make_worker() if worker is None else worker
         self.receiver = _ListReceiver()
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.replies: list[ControlReqOutput] = []
+        self.tree = self._make_tree(hicache)
+        control = hicache_control(self.tree) if hicache_control else None
+        config = self.options.scheduler_config(self.worker.step_shape.num_slots)
+        self.scheduler = scheduler_class(config, self._make_parts(control))
+        self._steps_left = 0
+
+    def _make_tree(self, hicache: HiCacheParams | None) -> BasePrefixCache:
         rows, allocator = self.worker.get_memory_pool()
-        self.tree = create_tree_cache(
+        tree = create_tree_cache(
             CacheInitParams(
                 req_to_token_pool=rows,
                 token_to_kv_pool_allocator=allocator,
-                page_size=page_size,
-                disable=disable_cache,
-                is_eagle=is_eagle,
+                page_size=self.options.page_size,
+                disable=self.options.disable_cache,
+                is_eagle=self.options.is_eagle,
                 hicache=hicache,
                 weights_fingerprint=None
                 if hicache is None
@@ -115,6 +169,11 @@ class SchedulerHarness:
         if hicache is not None:
             counter = hicache.controller.layer_done_counter
             self.worker.register_hicache_layer_transfer_counter(counter)
+        return tree
+
+    def _make_parts(self, hicache_control: HiCacheControl | None) -> SchedulerParts:
+        options = self.options
+        rows, allocator = self.worker.get_memory_pool()
         streamer = OutputStreamer(self._on_output, dp_rank=0)
         results = BatchResultProcessor(
             tree_cache=self.tree,
@@ -122,66 +181,35 @@ class SchedulerHarness:
             streamer=streamer,
             decode_tail=lambda ids: "".join(chr(97 + i % 26) for i in ids),
         )
-        ratio = NewTokenRatio(conservativeness)
-        facts = ReportFacts(
-            server_args={},
-            memory_usage={"weight": 0.0, "kv_cache": 0.0, "graph": 0.0},
-            max_running_requests=max_requests,
-            decode_log_interval=40,
-            dp_rank=0,
-            startup_time=0.0,
-            is_logging_rank=False,
-        )
-        self.scheduler = scheduler_class(
-            SchedulerConfig(
-                limits=PrefillLimits(
-                    max_prefill_tokens=max_prefill_tokens,
-                    chunk_size=chunk_size,
-                    page_size=page_size,
-                    step_slots=self.worker.step_shape.num_slots,
-                ),
-                max_running_requests=max_requests,
-                max_queued_requests=max_queued,
-                enable_priority=enable_priority,
-                context_len=context_len,
-                vocab_size=vocab_size,
-                eos_token_ids=frozenset({0}),
-                weight_version="default",
-                stream_interval=1,
-                dp_rank=0,
-                is_rank_zero=True,
-                enable_overlap=overlap,
+        ratio = NewTokenRatio(options.conservativeness)
+        return SchedulerParts(
+            receiver=cast(RequestReceiver, self.receiver),
+            worker=cast(TpModelWorker, self.worker),
+            draft_worker=self.worker if isinstance(self.worker, BaseSpecWorker) else None,
+            tree_cache=self.tree,
+            policy=SchedulePolicy(
+                options.policy, self.tree, enable_priority=options.enable_priority, seed=0
             ),
-            SchedulerParts(
-                receiver=cast(RequestReceiver, self.receiver),
-                worker=cast(TpModelWorker, self.worker),
-                draft_worker=worker if isinstance(worker, BaseSpecWorker) else None,
+            grammar_manager=GrammarManager(None),
+            result_processor=results,
+            streamer=streamer,
+            reports=SchedulerReports(
+                options.report_facts(),
                 tree_cache=self.tree,
-                policy=SchedulePolicy(policy, self.tree, enable_priority=enable_priority, seed=0),
-                grammar_manager=GrammarManager(None),
-                result_processor=results,
-                streamer=streamer,
-                reports=SchedulerReports(
-                    facts,
-                    tree_cache=self.tree,
-                    allocator=allocator,
-                    results=results,
-                    metrics=None,
-                    new_token_ratio=ratio,
-                ),
-                profiler=SchedulerProfiler(0, 0),
+                allocator=allocator,
+                results=results,
+                metrics=None,
                 new_token_ratio=ratio,
-                checker=InvariantChecker(
-                    tree_cache=self.tree,
-                    req_to_token_pool=rows,
-                    token_to_kv_pool_allocator=allocator,
-                ),
-                hicache_control=hicache_control(self.tree) if hicache_control else None,
-                send_to_front=self.replies.append,
-                beat=self._beat,
             ),
+            profiler=SchedulerProfiler(0, 0),
+            new_token_ratio=ratio,
+            checker=InvariantChecker(
+                tree_cache=self.tree, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator
+            ),
+            hicache_control=hicache_control,
+            send_to_front=self.replies.append,
+            beat=self._beat,
         )
-        self._steps_left = 0
 
     # -- driving --------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
-from sglang.srt.mem_cache.storage import mooncake_store, page_file
+from sglang.srt.mem_cache.storage import checksums, mooncake_store
 from sglang.srt.mem_cache.storage.availability import Availability
 from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES
@@ -166,7 +166,7 @@ def test_headers_are_made_while_others_move(monkeypatch: pytest.MonkeyPatch, lay
     store, client = make(monkeypatch, pool)
     of_three_pages(store, pool)
     seen = threading.Semaphore(0)
-    put_from, checksum = client.batch_put_from, page_file.checksum
+    put_from, checksum = client.batch_put_from, checksums.checksum
 
     def see(*arguments: Any) -> int:
         seen.release()
@@ -179,7 +179,7 @@ def test_headers_are_made_while_others_move(monkeypatch: pytest.MonkeyPatch, lay
             seen.release()
         return put_from(*arguments)
 
-    monkeypatch.setattr(page_file, "checksum", see)
+    monkeypatch.setattr(checksums, "checksum", see)
     monkeypatch.setattr(client, "batch_put_from", put_slowly)
     assert put(store, pool, range(12)) == [True] * 12
     assert client.calls == [3] * 4
@@ -198,7 +198,7 @@ def test_pages_are_checked_while_others_move(monkeypatch: pytest.MonkeyPatch, la
     of_three_pages(store, other)
     begun = [threading.Event() for _ in range(4)]
     numbers, num_seen = itertools.count(), itertools.count()
-    get_into, checksum = client.batch_get_into, mooncake_store.checksum
+    get_into, checksum = client.batch_get_into, checksums.checksum
 
     def see(*arguments: Any) -> int:
         call = next(num_seen) // 3
@@ -209,7 +209,7 @@ def test_pages_are_checked_while_others_move(monkeypatch: pytest.MonkeyPatch, la
         begun[next(numbers)].set()
         return get_into(*arguments)
 
-    monkeypatch.setattr(mooncake_store, "checksum", see)
+    monkeypatch.setattr(checksums, "checksum", see)
     monkeypatch.setattr(client, "batch_get_into", get_and_tell)
     assert get(store, other, range(12)) == [True] * 12
     assert next(num_seen) == 12

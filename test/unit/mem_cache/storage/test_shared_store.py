@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.storage.availability import Availability
 from sglang.srt.mem_cache.storage.backend_options import BackendOptions
 from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES, checksum
 from sglang.srt.mem_cache.storage.shared_store import (
+    HeaderMaker,
     Outcome,
     Record,
     SharedPageStore,
@@ -62,7 +63,7 @@ class DictStore(SharedPageStore):
         return outcomes
 
     def _write(
-        self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
+        self, pool: PoolName, records: Sequence[Record], make_headers: HeaderMaker
     ) -> list[Outcome]:
         self._call("write")
         outcomes = []
@@ -70,7 +71,7 @@ class DictStore(SharedPageStore):
             if len(self.records) >= self.room:
                 outcomes.append(Outcome.FAILED)
                 break
-            self.records[record.name] = b"".join([make_header(record), *record.buffers])
+            self.records[record.name] = b"".join([*make_headers([record]), *record.buffers])
             outcomes.append(Outcome.DONE)
         return outcomes
 

@@ -13,6 +13,7 @@ from sglang.srt.layers.dispatch import ExpertWeights, KVDestination
 from sglang.srt.layers.triton_ops.activation import gate_and_mul
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.gemv import gemv
+from sglang.srt.layers.triton_ops.gemv import is_worthwhile as gemv_is_worthwhile
 from sglang.srt.layers.triton_ops.host_write import write_to_host
 from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, norms_side_by_side, rms_norm
@@ -27,14 +28,14 @@ class CudaOps:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        if x.shape[0] == 1:
+        if gemv_is_worthwhile(x.shape[0], *weight.shape):
             return gemv(x, weight, bias)
         if is_worthwhile(x.shape[0], *weight.shape):
             return skinny(x, weight, bias)
         return functional.linear(x, weight, bias)
 
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] == 1:
+        if gemv_is_worthwhile(x.shape[0], *weight.shape):
             return gemv(x, weight, None, torch.float32)
         if is_worthwhile(x.shape[0], *weight.shape):
             return skinny(x, weight, None, torch.float32)

@@ -1,8 +1,10 @@
-"""Product of one row with a weight on CUDA: bound by reading the weight, and built around that.
+"""Product of a few rows with a weight on CUDA: bound by reading the weight, and built around that.
 
-Called by `cuda_ops.py` where there is one token. A program owns a few output features and reads
-their weight rows whole, so that there is nothing to add up between programs. Its first tile of the
-weight is on the way before the kernel that computes `x` has ended: weights must be older than that.
+Called by `cuda_ops.py` for one token, and for a few where `is_worthwhile` says so: steps of small
+batches, and the verification of a few drafts. A program owns some output features of up to four
+rows and reads their weight rows whole, so that there is nothing to add up between programs. Its
+first tile of the weight is on the way before the kernel that computes `x` has ended: weights must
+be older than that.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.device import launch_early, num_multiprocessors
 
+MAX_ROWS = 8
 # Weight elements that one thread loads at a time (16 bytes of half precision).
 _VECTOR = 8
 # 8 warps with one vector each.
 _MAX_BLOCK_IN = 2048
+# Larger weights are multiplied faster by the library if there are more than two rows.
+_MAX_ELEMENTS = 4 << 20
 # As many fit, by their registers.
 _PROGRAMS_PER_PROCESSOR = 3
 
@@ -30,6 +35,7 @@ class GemvConfig:
     block_out: int  # output features a program
     block_in: int  # input features an iteration
     num_warps: int
+    rows: int = 1  # rows of x a program: 1, 2 or 4
     early: bool = False  # launch while the kernel before is still at work (Hopper and later)
 
 
@@ -49,54 +55,113 @@ def _load_tile(
     )
 
 
-@triton.jit(do_not_specialize=["num_out"])
+@triton.jit
+def _sums_of_threads(
+    tile: tl.tensor,
+    row: tl.tensor,
+    place: tl.tensor,
+    WIDTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
+) -> tl.tensor:
+    """`tile` times a part of one row of x, summed within a thread: one sum, not a vector."""
+    if EVEN:
+        part = tl.load(row + place)
+    else:
+        part = tl.load(row + place, mask=place < WIDTH, other=0.0)
+    product = tile.to(tl.float32) * part.to(tl.float32)[None, :]
+    return tl.sum(tl.reshape(product, (BLOCK_OUT, VECTORS, VECTOR)), 2)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_out"])
 def gemv_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    num_rows: tl.tensor,
     num_out: tl.tensor,
+    x_stride: tl.tensor,
     weight_stride: tl.tensor,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     VECTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid: blocks of output features."""
+    """Grid: blocks of output features, groups of ROWS (1, 2 or 4) rows. `out` is contiguous."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     column = tl.arange(0, BLOCK_IN)
-    # Behind the end the last feature is computed again: cheaper than masked loads.
+    # Behind the ends the last feature and row are computed again: cheaper than masked loads.
     lines = weight + tl.minimum(feature, num_out - 1).to(tl.int64) * weight_stride
+    first = tl.program_id(1).to(tl.int64) * ROWS
+    x += first * x_stride
+    last = num_rows - 1 - first
     EVEN: tl.constexpr = WIDTH % BLOCK_IN == 0
+    VECTORS: tl.constexpr = BLOCK_IN // VECTOR
     tile = _load_tile(lines, 0, column, WIDTH, EVEN)
     if EARLY:
         # The kernel before this one wrote `x`.
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_OUT, BLOCK_IN // VECTOR), tl.float32)
+    acc0 = tl.zeros((BLOCK_OUT, VECTORS), tl.float32)
+    acc1 = tl.zeros((BLOCK_OUT, VECTORS), tl.float32)
+    acc2 = tl.zeros((BLOCK_OUT, VECTORS), tl.float32)
+    acc3 = tl.zeros((BLOCK_OUT, VECTORS), tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK_IN):
-        if EVEN:
-            part = tl.load(x + start + column)
-        else:
-            part = tl.load(x + start + column, mask=start + column < WIDTH, other=0.0)
+        place = start + column
         current = tile
         if start + BLOCK_IN < WIDTH:
             tile = _load_tile(lines, start + BLOCK_IN, column, WIDTH, EVEN)
-        product = current.to(tl.float32) * part.to(tl.float32)[None, :]
-        # Within a thread, so that it keeps one sum instead of a vector of them.
-        acc += tl.sum(tl.reshape(product, (BLOCK_OUT, BLOCK_IN // VECTOR, VECTOR)), 2)
-    total = tl.sum(acc, 1)
+        acc0 += _sums_of_threads(current, x, place, WIDTH, EVEN, BLOCK_OUT, VECTORS, VECTOR)
+        if ROWS > 1:
+            row = x + tl.minimum(1, last) * x_stride
+            acc1 += _sums_of_threads(current, row, place, WIDTH, EVEN, BLOCK_OUT, VECTORS, VECTOR)
+        if ROWS > 2:
+            row = x + tl.minimum(2, last) * x_stride
+            acc2 += _sums_of_threads(current, row, place, WIDTH, EVEN, BLOCK_OUT, VECTORS, VECTOR)
+            row = x + tl.minimum(3, last) * x_stride
+            acc3 += _sums_of_threads(current, row, place, WIDTH, EVEN, BLOCK_OUT, VECTORS, VECTOR)
+    # The sums of all rows together, so that the warps meet only once.
+    if ROWS == 1:
+        total = tl.sum(acc0, 1)[:, None]
+    elif ROWS == 2:
+        total = tl.sum(tl.join(acc0, acc1), 1)
+    else:
+        pairs = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3))
+        total = tl.reshape(tl.sum(pairs, 1), (BLOCK_OUT, ROWS))
+    inside = (feature < num_out)[:, None]
     if HAS_BIAS:
-        total += tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-    tl.store(out + feature, total.to(out.dtype.element_ty), mask=feature < num_out)
+        total += tl.load(bias + feature[:, None], mask=inside, other=0.0).to(tl.float32)
+    number = tl.arange(0, ROWS)[None, :]
+    tl.store(
+        out + (first + number) * num_out + feature[:, None],
+        total.to(out.dtype.element_ty),
+        mask=inside & (number <= last),
+    )
 
 
-def choose_config(num_out: int, width: int, device: torch.device) -> GemvConfig:
-    """Block sizes from the shape of the weight, [num_out, width]."""
+def is_worthwhile(num_rows: int, num_out: int, width: int) -> bool:
+    """Whether this is faster than the library's product; weight [num_out, width]; measured."""
+    return num_rows <= 2 or (num_rows <= MAX_ROWS and num_out * width <= _MAX_ELEMENTS)
+
+
+def choose_config(num_rows: int, num_out: int, width: int, device: torch.device) -> GemvConfig:
+    """Block sizes from the number of rows and the shape of the weight, [num_out, width]."""
     block_in = max(min(triton.next_power_of_2(width), _MAX_BLOCK_IN), _VECTOR)
+    num_warps = max(1, min(8, block_in // (32 * _VECTOR)))
+    early = launch_early(device, 1)
+    if num_rows > 4:
+        warps = 1 if width <= 1024 else 2
+        return GemvConfig(block_out=2, block_in=block_in, num_warps=warps, rows=4, early=early)
+    if num_rows > 1:
+        # Two rows a program and the weight from the cache once more, so that more are at work.
+        return GemvConfig(block_out=4, block_in=block_in, num_warps=num_warps, rows=2, early=early)
     slots = _PROGRAMS_PER_PROCESSOR * num_multiprocessors(device)
     # Larger blocks are faster but for a last round of programs that leaves the device half empty.
     waste = {
@@ -106,8 +171,8 @@ def choose_config(num_out: int, width: int, device: torch.device) -> GemvConfig:
     return GemvConfig(
         block_out=8 if waste[8] < 1.02 * waste[4] else 4,
         block_in=block_in,
-        num_warps=max(1, min(8, block_in // (32 * _VECTOR))),
-        early=launch_early(device, 1),
+        num_warps=num_warps,
+        early=early,
     )
 
 
@@ -118,25 +183,29 @@ def gemv(
     out_dtype: torch.dtype | None = None,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """x [1, in] times weight [out, in] (rows contiguous), plus bias [out]: [1, out].
+    """x [n, in] times weight [out, in] (both with contiguous rows), plus bias [out]: [n, out].
 
-    Sums in float32; the result is like x unless `out_dtype` says otherwise. Raises ValueError for
-    another layout.
+    Any n >= 1 is right, few are fast. Sums in float32; the result is like x unless `out_dtype` says
+    otherwise. Raises ValueError for another layout.
     """
     num_out, width = weight.shape
-    if x.shape != (1, width) or x.stride(1) != 1 or weight.stride(1) != 1:
+    num_rows = x.shape[0]
+    if x.shape[1:] != (width,) or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
-    out = torch.empty((1, num_out), dtype=out_dtype or x.dtype, device=x.device)
-    config = config or choose_config(num_out, width, x.device)
+    out = torch.empty((num_rows, num_out), dtype=out_dtype or x.dtype, device=x.device)
+    config = config or choose_config(num_rows, num_out, width, x.device)
     early = {"launch_pdl": True} if config.early else {}
-    gemv_kernel[(triton.cdiv(num_out, config.block_out),)](
+    gemv_kernel[(triton.cdiv(num_out, config.block_out), triton.cdiv(num_rows, config.rows))](
         x,
         weight,
         x if bias is None else bias,
         out,
+        num_rows,
         num_out,
+        x.stride(0),
         weight.stride(0),
         WIDTH=width,
+        ROWS=config.rows,
         BLOCK_OUT=config.block_out,
         BLOCK_IN=config.block_in,
         VECTOR=_VECTOR,

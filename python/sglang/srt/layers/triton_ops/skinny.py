@@ -1,10 +1,11 @@
 """Product of a few rows with a small weight on CUDA, where a launch costs as much as the reading.
 
-Called by `cuda_ops.py` for 2 to `MAX_ROWS` tokens of small models: steps of small batches, and the
-verification of a few drafts. A program owns some output features and reads their weight rows whole,
-so that there is nothing to add up between programs; it is launched while the kernel before is still
-at work. The rows of `x` are padded to the 16 that the matrix units want, which costs nothing while
-the weight is on its way. With wide rows the library, which splits them, is faster.
+Called by `cuda_ops.py` for up to `MAX_ROWS` tokens where `gemv.py` does not pay: more rows of small
+models, and the head of a vocabulary. A program owns some output features and reads their weight
+rows whole, so that there is nothing to add up between programs; it is launched while the kernel
+before is still at work. The rows of `x` are padded to the 16 that the matrix units want, which
+costs nothing while the weight is on its way. With wide rows the library, which splits them, is
+faster, but for a head.
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ def skinny_kernel(
 
 def is_worthwhile(num_rows: int, num_out: int, width: int) -> bool:
     """Whether this is faster than the library's product; weight [num_out, width]."""
-    if not 1 < num_rows <= MAX_ROWS or width > _MAX_WIDTH:
+    if not 1 < num_rows <= MAX_ROWS:
         return False
-    return num_out * width <= _MAX_ELEMENTS or num_out >= _MANY_FEATURES
+    is_small = width <= _MAX_WIDTH and num_out * width <= _MAX_ELEMENTS
+    return is_small or num_out >= _MANY_FEATURES
 
 
 def choose_config(num_out: int, width: int, device: torch.device) -> SkinnyConfig:

@@ -32,10 +32,12 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, StorageError
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.storage.checksums import checksums
 from sglang.srt.mem_cache.storage.mooncake_options import MooncakeOptions, mooncake_options
 from sglang.srt.mem_cache.storage.mooncake_rehearsal import rehearse
-from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES, Buffers, checksum
+from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES, Buffers
 from sglang.srt.mem_cache.storage.shared_store import (
+    HeaderMaker,
     Outcome,
     Record,
     SharedPageStore,
@@ -276,7 +278,7 @@ class MooncakeStore(SharedPageStore):
         with lane.lock, closing(lane.move(get, self._runs(pool, records, lane))) as moved:
             for run, codes in moved:
                 # All checksums first: the passes over the pages displace the code of the rest.
-                sums = [checksum([placed.block[HEADER_BYTES:]]) for placed in run]
+                sums = checksums([[placed.block[HEADER_BYTES:]] for placed in run])
                 found = [self._finish_read(*each) for each in zip(run, codes, sums)]
                 outcomes += found
                 # Of KV a prefix counts: what lies behind a gap is of no use.
@@ -298,11 +300,12 @@ class MooncakeStore(SharedPageStore):
         return outcome
 
     def _write(
-        self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
+        self, pool: PoolName, records: Sequence[Record], make_headers: HeaderMaker
     ) -> list[Outcome]:
         def ready(run: list[_Placed]) -> list[_Placed]:
-            for placed in run:
-                placed.gather(make_header(placed.record))
+            headers = make_headers([placed.record for placed in run])
+            for placed, header in zip(run, headers):
+                placed.gather(header)
             return run
 
         outcomes: list[Outcome] = []

@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.storage.resp_client import (
 )
 from sglang.srt.mem_cache.storage.shared_store import (
     DEFAULT_PREFIX,
+    HeaderMaker,
     Outcome,
     Record,
     SharedPageStore,
@@ -198,14 +199,14 @@ class RedisStore(SharedPageStore):
         return outcomes
 
     def _write(
-        self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
+        self, pool: PoolName, records: Sequence[Record], make_headers: HeaderMaker
     ) -> list[Outcome]:
         outcomes: list[Outcome] = []
         expiry = [b"PX", self._ttl_ms] if self.options.ttl_s else []
         for run in chunks(records, self.options.batch_bytes):
             commands: list[Command] = [
-                [b"SET", record.name.encode(), [make_header(record), *record.buffers], *expiry]
-                for record in run
+                [b"SET", record.name.encode(), [header, *record.buffers], *expiry]
+                for record, header in zip(run, make_headers(run))
             ]
             for answer in self._ask(commands):
                 if isinstance(answer, RespError):

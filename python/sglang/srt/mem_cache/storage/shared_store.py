@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.page_key import parse_storage_key
 from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage import page_file
 from sglang.srt.mem_cache.storage.availability import Availability
+from sglang.srt.mem_cache.storage.checksums import checksums
 from sglang.srt.mem_cache.storage.page_file import (
     HEADER_BYTES,
     Buffers,
@@ -127,6 +128,10 @@ def chunks(records: Sequence[Record], max_bytes: float) -> Iterator[Sequence[Rec
         yield records[start:]
 
 
+# The headers of records, which are about to be written.
+HeaderMaker = Callable[[Sequence[Record]], list[bytes]]
+
+
 class SharedPageStore(HiCacheStorage):
     """See the module docstring. No failure of the store leaves a ``batch_*`` call as an exception.
 
@@ -172,11 +177,11 @@ class SharedPageStore(HiCacheStorage):
 
     @abstractmethod
     def _write(
-        self, pool: PoolName, records: Sequence[Record], make_header: Callable[[Record], bytes]
+        self, pool: PoolName, records: Sequence[Record], make_headers: HeaderMaker
     ) -> list[Outcome]:
         """Store host pages that do not exist yet, each behind its header. May end early.
 
-        ``make_header`` reads the whole page: call it for a page when its turn comes.
+        ``make_headers`` reads the whole pages: call it for those of a run when their turn comes.
         """
 
     @abstractmethod
@@ -322,17 +327,21 @@ class SharedPageStore(HiCacheStorage):
             for name, key, slot in zip(self._names(keys), keys, slots)
         ]
 
-    def _header(self, record: Record, namespace: bytes) -> bytes:
-        return page_file.pack_header(
-            PageMeta(
-                key=record.expected.key,
-                owner=record.expected.owner,
-                namespace=namespace,
-                payload_bytes=record.payload_bytes,
-                payload_checksum=page_file.checksum(record.buffers),
-                created_ns=time.time_ns(),
+    def _headers(self, records: Sequence[Record], namespace: bytes) -> list[bytes]:
+        sums = checksums([record.buffers for record in records])
+        return [
+            page_file.pack_header(
+                PageMeta(
+                    key=record.expected.key,
+                    owner=record.expected.owner,
+                    namespace=namespace,
+                    payload_bytes=record.payload_bytes,
+                    payload_checksum=payload_checksum,
+                    created_ns=time.time_ns(),
+                )
             )
-        )
+            for record, payload_checksum in zip(records, sums)
+        ]
 
     def _read_guarded(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
         return self._guarded("read", lambda: self._read(pool, records), [])
@@ -363,7 +372,7 @@ class SharedPageStore(HiCacheStorage):
         if not missing:
             return
         digest = namespace or _default_namespace(missing[0].expected.owner)
-        outcomes = self._write(pool, missing, lambda record: self._header(record, digest))
+        outcomes = self._write(pool, missing, lambda run: self._headers(run, digest))
         for position, outcome in zip(positions, outcomes):
             written[position] = outcome is Outcome.DONE
         num_done = outcomes.count(Outcome.DONE)
