@@ -319,6 +319,20 @@ def vocab_size(model: str) -> int:
     return int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
 
 
+def check_pool(args: argparse.Namespace) -> None:
+    """Raise SystemExit where the prompts of `throughput` do not fit into the device pool at once.
+
+    Some would wait or be retracted then, others in every run, and the ratio would be chance.
+    """
+    longest = args.input_len + args.output_len * 3 // 2
+    pages = -(-longest // args.page_size) * args.num_requests
+    if "throughput" in args.only and pages * args.page_size > args.pool_tokens:
+        raise SystemExit(
+            f"{args.num_requests} requests of up to {longest} tokens need --pool-tokens "
+            f"{pages * args.page_size} or more, not {args.pool_tokens}"
+        )
+
+
 def server_flags(args: argparse.Namespace) -> list[str | int | float]:
     flags: list[str | int | float] = [
         "--device",
@@ -394,6 +408,7 @@ def main() -> None:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         words = shrink(args, Path(temporary)) if args.small else vocab_size(args.model)
+        check_pool(args)
         storage = args.storage_dir or str(Path(temporary) / "l3")
         flags = server_flags(args)
         on = Client(

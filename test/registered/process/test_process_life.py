@@ -255,9 +255,11 @@ def test_prompts_up_to_the_last_slot_are_served(model_path: Path, tmp_path: Path
     with _serving(model_path, tmp_path / "log", *flags) as server:
         server.wait_ready()
         for length, code in ((79, 200), (80, 200), (81, 200), (95, 200), (96, 400), (94, 200)):
-            params = {"max_new_tokens": 50, "ignore_eos": True}
             # Prompts that share no prefix: each is computed, chunk by chunk.
-            body = {"input_ids": [length] * length, "sampling_params": params}
+            body: dict[str, Any] = {
+                "input_ids": [length] * length,
+                "sampling_params": {"max_new_tokens": 50, "ignore_eos": True},
+            }
             reply = requests.post(server.url + "/generate", json=body, timeout=20)
             assert reply.status_code == code, (length, reply.text)
             if code == 200:

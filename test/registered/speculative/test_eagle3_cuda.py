@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def make_pair(
     platforms._current = None
     platforms.init_platform(device).configure_process(None)
     family = FAMILIES.get(architecture, "llama")
-    sizes = {} if family == "deepseek_v3" else {"head_dim": HEAD_DIM}
+    sizes: dict[str, Any] = {} if family == "deepseek_v3" else {"head_dim": HEAD_DIM}
     target_folder = make_tiny_checkpoint(folder / "target", family, num_hidden_layers=6, **sizes)
     draft_folder = make_tiny_draft(folder / "draft", architecture, head_dim=HEAD_DIM)
     config = ModelConfig.from_path(str(target_folder), dtype="float32")
