@@ -20,7 +20,7 @@ def _experts(runner: ModelRunner) -> list[FusedExperts]:
 
 def idle_elements(runner: ModelRunner, num_tokens: int) -> float:
     """Expected elements of experts that none of so many tokens chooses, each independently."""
-    chosen = runner.model_config.num_experts_per_tok
+    chosen = runner.model_config.experts.num_experts_per_tok
     return sum(
         parameter.numel() * (1.0 - chosen / parameter.shape[0]) ** num_tokens
         for module in _experts(runner)

@@ -170,10 +170,14 @@ class Envs:
         240.0, "Seconds that a scheduler waits for the tensors of one weight update."
     )
     SGLANG_REQ_WAITING_TIMEOUT = _float(
-        -1.0, "Seconds of waiting after which a request without output ends with 503; < 0: off."
+        -1.0,
+        "Seconds of waiting, pauses left out, after which a request without output ends with 503; "
+        "< 0: off.",
     )
     SGLANG_REQ_RUNNING_TIMEOUT = _float(
-        -1.0, "Seconds since its first step after which a request is aborted with 503; < 0: off."
+        -1.0,
+        "Seconds of running, pauses and waiting left out, after which a request is aborted with "
+        "503; < 0: off.",
     )
     SGLANG_ENGINE_PAUSE_TIMEOUT = _float(
         -1.0, "Seconds after which a paused engine continues on its own; < 0: never."

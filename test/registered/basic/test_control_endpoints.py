@@ -52,6 +52,11 @@ def _wait_for(condition: Callable[[], Any], timeout_s: float = 30) -> None:
         time.sleep(0.1)
 
 
+def test_the_scheduler_reports_how_long_its_start_took(server: SmallServer) -> None:
+    info = server.get("/server_info").json()
+    assert info["internal_states"][0]["startup_time"] == info["startup_time"] > 0
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_profile_is_written(server: SmallServer, tmp_path: Path, method: str) -> None:
     body = {"output_dir": str(tmp_path / "new"), "activities": ["CPU"], "profile_id": "run-1"}

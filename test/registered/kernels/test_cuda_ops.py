@@ -268,7 +268,7 @@ def test_few_rows_take_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None
         note = functools.partial(lambda name, x, *_: calls.append((name, len(x))), name)
         monkeypatch.setattr(cuda_ops, name, note)
     weight = randn(64, 32, dtype=torch.float16)
-    for num_rows in (1, 2, 8, 9, 16, 17):
+    for num_rows in (0, 1, 2, 8, 9, 16, 17):
         OURS.linear(randn(num_rows, 32, dtype=torch.float16), weight, None)
     assert calls == [("gemv", 1), ("gemv", 2), ("gemv", 8), ("skinny", 9), ("skinny", 16)]
     assert gemv_is_worthwhile(2, 6144, 4096)

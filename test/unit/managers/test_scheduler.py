@@ -359,14 +359,60 @@ def test_time_limits_of_a_request_whose_memory_was_taken_back(monkeypatch):
     harness.step(3)
     harness.receiver.now_offset = 60
     harness.step()
-    harness.send(PauseGenerationReqInput(control_id="p", mode="retract"))
-    harness.step()
-    harness.send(ContinueGenerationReqInput(control_id="c"))
+    harness.scheduler._retract_running()
     harness.receiver.now_offset = 65
     harness.run_until_idle()
     assert harness.tokens("r") == oracle([1, 2, 3], 8)
     timings = harness.outputs["r"][-1].timings
     assert timings is not None and 5 <= timings["queue_time"] < 8
+
+
+@pytest.mark.parametrize(("limit_s", "is_late"), [(10, True), (25, False)])
+def test_running_adds_up_without_the_waiting_in_between(monkeypatch, limit_s, is_late):
+    """Twice 8 s of running and 50 s of waiting."""
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", str(limit_s))
+    harness = SchedulerHarness()
+    harness.generate("r", [1, 2, 3], 40, ignore_eos=True)
+    harness.step(3)
+    harness.receiver.now_offset = 8
+    harness.step()
+    harness.scheduler._retract_running()
+    harness.receiver.now_offset = 58
+    harness.step(2)
+    assert harness.finish("r") is None
+    harness.receiver.now_offset = 66
+    harness.run_until_idle()
+    assert (_end(harness, "r").get("status_code") == 503) == is_late
+
+
+@pytest.mark.parametrize("modes", [("in_place",), ("retract",), ("in_place", "retract")])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pause_counts_neither_as_waiting_nor_as_running(monkeypatch, overlap, modes):
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "10")
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "10")
+    harness = SchedulerHarness(max_requests=1, overlap=overlap)
+    for rid in ("runs", "waits"):
+        harness.generate(rid, [1, 2, 3], 40, ignore_eos=True)
+    harness.step(3)
+    harness.receiver.now_offset = 4
+    for mode in modes:
+        harness.send(PauseGenerationReqInput(control_id="p", mode=mode))
+        harness.step()
+        harness.receiver.now_offset += 500
+    harness.generate("came", [4, 5], 40, ignore_eos=True)
+    harness.step()
+    harness.receiver.now_offset += 500
+    harness.send(ContinueGenerationReqInput(control_id="c"))
+    harness.step(2)
+    harness.receiver.now_offset += 5
+    harness.step()
+    assert not any(harness.finish(rid) for rid in ("runs", "waits", "came"))
+    harness.receiver.now_offset += 4
+    harness.step(2)
+    assert [_end(harness, rid)["status_code"] for rid in ("runs", "waits")] == [503, 503]
+    assert harness.finish("came") is None
+    harness.run_until_idle()
+    assert harness.tokens("came") == oracle([4, 5], 40)
 
 
 def test_weight_version_spans():

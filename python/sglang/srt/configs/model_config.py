@@ -322,11 +322,6 @@ class ModelConfig:
         """Width of a KV head's value in the pool; with latent attention a part of the key."""
         return self.mla.kv_lora_rank if self.mla is not None else self.head_dim
 
-    @property
-    def num_experts_per_tok(self) -> int:
-        """Experts that each token goes to, in a layer that has them."""
-        return self.experts.num_experts_per_tok
-
     def is_moe_layer(self, layer_id: int) -> bool:
         """Whether layer `layer_id` has experts instead of one dense MLP."""
         return self.experts.are_in_layer(layer_id)

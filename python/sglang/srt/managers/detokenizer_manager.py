@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from sglang.srt.configs.served_tokenizer import load_tokenizer
 from sglang.srt.managers.io_struct import (
     BatchStrOutput,
     BatchTokenIDOutput,
@@ -24,7 +25,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.ipc import PullChannel, PushChannel
 from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils.tokenizer import BaseTokenizer, get_tokenizer
+from sglang.srt.utils.tokenizer import BaseTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -158,15 +159,7 @@ class DetokenizerManager:
     """The loop around `Detokenizer`: schedulers -> here -> front."""
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
-        tokenizer = None
-        if not server_args.skip_tokenizer_init:
-            tokenizer = get_tokenizer(
-                server_args.tokenizer_path or server_args.model_path,
-                tokenizer_mode=server_args.tokenizer_mode,
-                trust_remote_code=server_args.trust_remote_code,
-                revision=server_args.revision,
-            )
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(load_tokenizer(server_args))
         self._pull = PullChannel(port_args.detokenizer_ipc_name)
         self._push = PushChannel(port_args.tokenizer_ipc_name)
 

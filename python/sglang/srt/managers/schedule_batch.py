@@ -18,7 +18,6 @@ the request turns out to have finished.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -241,11 +240,12 @@ class Req:
             )
         )
 
+        # By the scheduler's clock that stands during pauses; times by the waiting queue.
+        self.queue_entry_time = 0.0
+        self.waiting_since = 0.0  # later than the entry after a retraction
+        self.waited_s = 0.0  # in the waiting queue, up to the last admission
         # Unix times.
         self.received_time = recv.received_time
-        self.queue_entry_time = time.time()
-        self.waiting_since = self.queue_entry_time  # later than the entry after a retraction
-        self.waited_s = 0.0  # in the waiting queue, up to the last admission
         self.forward_entry_time = 0.0
         self.prefill_finished_time = 0.0
 

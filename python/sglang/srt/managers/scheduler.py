@@ -112,6 +112,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.forward_ct_decode = 0
         self.stopping = False
         self._now = time.time()
+        self._paused_s = 0.0  # in all, see `_serving_time`
         self._awake_since = 0.0  # by `time.perf_counter`: the iteration had its messages
         self._next_timeout_scan = 0.0
         self._idle_checked = False
@@ -208,6 +209,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             transfers=self._must_poll_transfers(),
         )
         self._awake_since = time.perf_counter()
+        if not self._may_step:
+            self._paused_s += step.now - self._now
         self._now = step.now
         self.process_input_requests(step)
         if self._weight_updater is not None:
@@ -241,8 +244,17 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.reports.on_idle()
         self._idle_checked = True
 
+    @property
+    def _may_step(self) -> bool:
+        return not self.is_paused and self.memory_saver.may_step
+
+    @property
+    def _serving_time(self) -> float:
+        """The clock of waiting and running times: Unix time that stands while no step may run."""
+        return self._now - self._paused_s
+
     def _has_nothing_to_run(self) -> bool:
-        if self.is_paused or not self.memory_saver.may_step:
+        if not self._may_step:
             return not self.result_queue
         return (
             not self.waiting_queue
@@ -283,7 +295,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
         """The next step: a prefill if any waiting request fits, else a decode; None to rest."""
         self._absorb_last_prefill()
-        if self.is_paused or not self.memory_saver.may_step:
+        if not self._may_step:
             return None
         self._drop_ended()
         batch = self.get_new_batch_prefill()
@@ -339,7 +351,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             if req.status is ReqStatus.WAITING:
                 req.set_status(ReqStatus.PREFILL)
                 req.forward_entry_time = self._now
-                req.waited_s += max(self._now - req.waiting_since, 0.0)
+                req.waited_s += max(self._serving_time - req.waiting_since, 0.0)
                 if not req.num_retractions:
                     self.reports.on_admission(req.waited_s)
         self.reports.on_prefill(batch, adder, self._counts())
@@ -460,7 +472,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         ready, failed = self.grammar_manager.take(step.ready_grammars)
         for req in ready:
             req.set_status(ReqStatus.WAITING)
-            self.waiting_queue.add(req, self._now)
+            self.waiting_queue.add(req, self._serving_time)
         for req, error in failed:
             self._finish_without_slots(req, FinishAbort(error, 400, "BadRequestError"))
 
@@ -481,7 +493,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             req.status = ReqStatus.GRAMMAR
             self.grammar_manager.add(req)
             return
-        self.waiting_queue.add(req, self._now)
+        self.waiting_queue.add(req, self._serving_time)
 
     # ---------------------------------------------------------------------------------------
     # Requests out: abort, retract, time-outs
@@ -544,7 +556,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.result_processor.release_memory(req, insert=True)
         req.reset_for_retract()
         req.set_status(ReqStatus.WAITING)
-        self.waiting_queue.put_back(req, place, self._now)
+        self.waiting_queue.put_back(req, place, self._serving_time)
 
     def _retract_running(self) -> None:
         """Retract every request that holds slots, in front of the waiting queue."""
@@ -561,15 +573,19 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         if self._now < self._next_timeout_scan:
             return
         self._next_timeout_scan = self._now + TIMEOUT_SCAN_INTERVAL_S
-        if self.is_paused:
-            return
-        self.waiting_queue.expire(self._now)
+        self.waiting_queue.expire(self._serving_time)
         running_s = envs.SGLANG_REQ_RUNNING_TIMEOUT.get()
         if running_s > 0:
             self._expire_running(running_s)
 
     def _expire_running(self, running_s: float) -> None:
-        late = [r for r in self._held_requests() if self._now - r.forward_entry_time > running_s]
+        now = self._serving_time
+        # What was no waiting since the request entered the queue was running.
+        late = [
+            req
+            for req in self._held_requests()
+            if now - req.queue_entry_time - req.waited_s > running_s
+        ]
         if not late:
             return
         self._drain_results()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_tokenizer import load_tokenizer, load_tokenizer_json
 from sglang.srt.constrained.base_grammar_backend import (
     BaseGrammarBackend,
     create_grammar_backend,
@@ -69,7 +70,6 @@ from sglang.srt.speculative.worker_factory import (
     plan_draft,
 )
 from sglang.srt.utils.liveness import LivenessCounter
-from sglang.srt.utils.tokenizer import get_tokenizer, read_tokenizer_json
 from sglang.srt.utils.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def run_scheduler_process(
     """
     start = time.perf_counter()
     scheduler, ready = make_scheduler(server_args, port_args, tp_rank, dp_rank)
-    ready.load_time_s = time.perf_counter() - start
+    ready.load_time_s = scheduler.reports.startup_s = time.perf_counter() - start
     # What is there now stays: collections under load, and those that flushes ask for, would walk
     # all of torch's objects each time (0.1 s).
     scheduler.reports.freeze_gc()
@@ -481,14 +481,8 @@ def _scheduler_config(setup: RankSetup) -> SchedulerConfig:
 
 
 def _make_decode_tail(server_args: ServerArgs) -> DecodeTail | None:
-    if server_args.skip_tokenizer_init:
-        return None
-    tokenizer = get_tokenizer(
-        server_args.tokenizer_path or server_args.model_path,
-        tokenizer_mode=server_args.tokenizer_mode,
-        trust_remote_code=server_args.trust_remote_code,
-    )
-    return tokenizer.decode
+    tokenizer = load_tokenizer(server_args)
+    return tokenizer.decode if tokenizer is not None else None
 
 
 def _make_grammar_backend(setup: RankSetup) -> BaseGrammarBackend | None:
@@ -497,7 +491,7 @@ def _make_grammar_backend(setup: RankSetup) -> BaseGrammarBackend | None:
         return None
     return create_grammar_backend(
         server_args.grammar_backend or "none",
-        read_tokenizer_json(server_args.tokenizer_path or server_args.model_path),
+        load_tokenizer_json(server_args),
         setup.ready.vocab_size,
         setup.ready.eos_token_ids,
     )
@@ -538,6 +532,5 @@ def _report_facts(setup: RankSetup) -> ReportFacts:
         max_running_requests=ready.max_running_requests,
         decode_log_interval=server_args.decode_log_interval,
         dp_rank=setup.dp_rank,
-        startup_time=ready.load_time_s,
         is_logging_rank=setup.is_rank_zero,
     )

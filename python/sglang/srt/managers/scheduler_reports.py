@@ -31,7 +31,6 @@ class ReportFacts:
     max_running_requests: int
     decode_log_interval: int
     dp_rank: int
-    startup_time: float
     is_logging_rank: bool
 
 
@@ -54,6 +53,7 @@ class SchedulerReports:
         self.results = results
         self.metrics = metrics
         self.new_token_ratio = new_token_ratio
+        self.startup_s = 0.0  # set by the process's entry, once everything is built
         self.last_gen_throughput = 0.0
         self.cache_hit_rate = 0.0
         self.num_retracted_total = 0
@@ -240,7 +240,7 @@ class SchedulerReports:
             "last_gen_throughput": self.last_gen_throughput,
             "memory_usage": self.facts.memory_usage,
             "effective_max_running_requests_per_dp": self.facts.max_running_requests,
-            "startup_time": self.facts.startup_time,
+            "startup_time": self.startup_s,
             "num_retracted_requests_total": self.num_retracted_total,
         }
 

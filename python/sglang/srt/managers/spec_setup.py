@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_tokenizer import load_tokenizer
 from sglang.srt.model_executor.model_runner import resolve_kv_dtype
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import AcceptanceRule
 from sglang.srt.speculative.ngram_cache import MatchType, NgramOptions
 from sglang.srt.speculative.spec_info import DraftShape, SpeculativeAlgorithm
 from sglang.srt.speculative.worker_factory import NgramCorpus, SpecSettings
-from sglang.srt.utils.tokenizer import get_tokenizer
 
 
 def spec_settings(server_args: ServerArgs) -> SpecSettings | None:
@@ -66,15 +66,8 @@ def _ngram_corpus(server_args: ServerArgs) -> NgramCorpus | None:
     path = server_args.speculative_ngram_external_corpus_path
     if path is None:
         return None
-    encode = None
-    if not server_args.skip_tokenizer_init:
-        tokenizer = get_tokenizer(
-            server_args.tokenizer_path or server_args.model_path,
-            tokenizer_mode=server_args.tokenizer_mode,
-            trust_remote_code=server_args.trust_remote_code,
-        )
-        encode = tokenizer.encode
-    return NgramCorpus(path=path, encode=encode)
+    tokenizer = load_tokenizer(server_args)
+    return NgramCorpus(path=path, encode=tokenizer.encode if tokenizer is not None else None)
 
 
 def key_lookahead(server_args: ServerArgs) -> int:

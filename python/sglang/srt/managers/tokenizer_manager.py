@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any, Protocol
 
+from sglang.srt.configs.served_tokenizer import load_tokenizer
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -64,7 +65,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.async_lock import RWLock
 from sglang.srt.utils.common import parse_json_object
-from sglang.srt.utils.tokenizer import BaseTokenizer, get_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class TokenizerManager:
         info = scheduler_infos[0]
         self.context_len = info.context_len
         self.vocab_size = info.vocab_size
-        self.tokenizer = _load_tokenizer(server_args)
+        self.tokenizer = load_tokenizer(server_args)
         self._prompts = PromptPreparer(server_args, info, self.tokenizer)
         self.preferred_sampling = _parse_preferred(server_args.preferred_sampling_params)
 
@@ -781,17 +781,6 @@ class TokenizerManager:
         self._prompts.close()
         self._pull.close()
         self._dispatcher.close()
-
-
-def _load_tokenizer(server_args: ServerArgs) -> BaseTokenizer | None:
-    if server_args.skip_tokenizer_init:
-        return None
-    return get_tokenizer(
-        server_args.tokenizer_path or server_args.model_path,
-        tokenizer_mode=server_args.tokenizer_mode,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=server_args.revision,
-    )
 
 
 def _parse_preferred(text: str | None) -> dict[str, Any] | None:

@@ -4,7 +4,8 @@ Owns the list of them and what entering it means: the output is capped by what m
 what never fits and what is one too many is refused, and the prefix is fetched from storage
 meanwhile. A request leaves by `admit`, or by the one other way, `remove`. Which of them is next is
 the `SchedulePolicy`'s, how many fit into a step the `PrefillAdder`'s, and requests whose grammar
-is compiled wait elsewhere (`GrammarManager`). Scheduler thread only; all ranks decide alike.
+is compiled wait elsewhere (`GrammarManager`). Times are of the scheduler's clock that stands during
+pauses. Scheduler thread only; all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class WaitingQueue:
     # -- in -------------------------------------------------------------------------------------
 
     def add(self, req: Req, now: float) -> None:
-        """Take a new request, or end it, or end another one in its place. `now`: Unix time."""
+        """Take a new request, or end it, or end another one in its place."""
         num_tokens, pool_size = len(req.origin_input_ids), self._limits.pool_size
         if num_tokens >= pool_size:
             message = (
@@ -161,7 +162,7 @@ class WaitingQueue:
         return list(leaving)
 
     def expire(self, now: float) -> None:
-        """End what has waited longer than the limit at `now` (Unix time), where there is one.
+        """End what has waited longer than the limit at `now`, where there is one.
 
         Not what has output: its client has begun to read, and it waits only for its memory.
         """

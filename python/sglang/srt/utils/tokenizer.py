@@ -433,9 +433,12 @@ def get_tokenizer(
         raise ValueError(f"no usable tokenizer in {folder}: {exc}") from exc
 
 
-def read_tokenizer_json(path: str) -> str | None:
-    """Text of the tokenizer.json of a model folder or GGUF file; None where there is none."""
+def read_tokenizer_json(path: str, *, revision: str | None = None) -> str | None:
+    """Text of the tokenizer.json of what `get_tokenizer` would load; None where it has none.
+
+    Raises ValueError for a hub name that cannot be fetched.
+    """
     if path.endswith(".gguf"):
         return str(open_gguf(path).tokenizer().to_str())
-    file = Path(path).expanduser() / "tokenizer.json"
+    file = _resolve_folder(path, revision) / "tokenizer.json"
     return file.read_text(encoding="utf-8") if file.is_file() else None

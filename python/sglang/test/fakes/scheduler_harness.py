@@ -119,7 +119,6 @@ class HarnessOptions:
             max_running_requests=self.max_requests,
             decode_log_interval=40,
             dp_rank=0,
-            startup_time=0.0,
             is_logging_rank=False,
         )
 

@@ -148,7 +148,9 @@ def gemv_kernel(
 
 def is_worthwhile(num_rows: int, num_out: int, width: int) -> bool:
     """Whether this is faster than the library's product; weight [num_out, width]; measured."""
-    return num_rows <= 2 or (num_rows <= MAX_ROWS and num_out * width <= _MAX_ELEMENTS)
+    if not 1 <= num_rows <= MAX_ROWS:
+        return False
+    return num_rows <= 2 or num_out * width <= _MAX_ELEMENTS
 
 
 def choose_config(num_rows: int, num_out: int, width: int, device: torch.device) -> GemvConfig:
