@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -108,17 +109,18 @@ def test_whom_waiting_is_in_vain_for(runner: Runner) -> None:
     stranger, port = silent_port()
     lonely = ThreadTrainer("other", world_size=3, timeout_s=1)
     lonely.join()
-    for place, text in (
-        (nobody(), "no trainer listens at 127.0.0.1"),
-        (nobody(port), "time is up"),  # torch would wait for its answer for ever
-        (lonely.place(), "timeout"),
-    ):
-        start = time.monotonic()
-        result = Opening(updater, *place).wait(10)
-        assert not result.success and text in result.message, result.message
-        assert result.message.startswith("Failed to initialize custom process group: ")
-        assert time.monotonic() - start < 4
-    stranger.close()
+    with closing(stranger):
+        for place, texts in (
+            (nobody(), ["no trainer listens at 127.0.0.1"]),
+            (nobody(port), ["time is up"]),  # torch would wait for its answer for ever
+            (lonely.place(), ["timeout", "time is up"]),  # torch's time or ours, almost the same
+        ):
+            start = time.monotonic()
+            result = Opening(updater, *place).wait(10)
+            assert not result.success, result.message
+            assert any(text in result.message for text in texts), result.message
+            assert result.message.startswith("Failed to initialize custom process group: ")
+            assert time.monotonic() - start < 4
     assert "outside of" in Opening(updater, *nobody(70000)).results[0].message
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts, WeightGroups
+from sglang.srt.model_executor.weight_names import CheckpointNames, with_likely_sizes
 from sglang.srt.model_executor.weight_receive import ReceiveBuffers, TensorSpec
 from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.utils.network import get_free_ports
@@ -204,6 +205,21 @@ def test_marks(dtype: torch.dtype) -> None:
         unfilled.take()
     if dtype in FLOATS:
         assert bool(unfilled._views()[0].view(-1)[-1].isnan())
+
+
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_there_is_room_for_the_tensor_that_the_model_has(tmp_path: Path, num_members: int) -> None:
+    """Whatever the trainer says: gloo ends a process that gets more than it has room for."""
+    names = CheckpointNames(make_runner(tmp_path).model)
+    said = [TensorSpec(UP, torch.float32, (1,)), TensorSpec("unknown", torch.float32, (1,))]
+    known, unknown = with_likely_sizes(said, [names])
+    assert known.likely_bytes == 10 * 24 * 4 and unknown.likely_bytes == 0
+    large = known._replace(likely_bytes=64 << 20)
+    buffers = ReceiveBuffers([large, unknown], CPU, num_members=num_members)
+    assert buffers.targets[0].nbytes > 64 << 20
+    buffers.targets[0][: 64 << 20] = 1
+    with pytest.raises(ValueError, match="more bytes came than declared for"):
+        buffers.take()
 
 
 def test_marks_cost_little_and_take_no_memory() -> None:

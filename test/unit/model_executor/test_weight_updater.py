@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -453,6 +454,66 @@ def test_checker(runner: Runner, updater: WeightUpdater) -> None:
     assert not updater.update_from_tensor(pack(list(weights(0).items()))).weights_mixed
     assert updater.check_weights("compare").success
     assert_holds(runner, weights(0))
+
+
+@pytest.mark.parametrize(
+    ("payload", "text"),
+    [
+        ({UP: torch.ones(10, 24)}, "expected a list of pairs of name and tensor .* got dict"),
+        ([(UP, torch.ones(10, 24), 1)], "expected a list of pairs .* got list with other entries"),
+        ([torch.ones(2)], "got list with other entries"),
+        ([(UP, 3.0)], "got one of str and float"),
+        ([(3, torch.ones(10, 24))], "got one of int and Tensor"),
+    ],
+)
+def test_what_is_no_list_of_named_tensors_is_told_so(
+    runner: Runner, updater: WeightUpdater, payload: Any, text: str
+) -> None:
+    entry = MultiprocessingSerializer.serialize(payload)
+    result = updater.update_from_tensor([entry])
+    assert not result.success and re.search(text, result.message), result.message
+    assert not result.weights_mixed
+    assert_holds(runner, weights(0))
+
+
+def test_the_end_of_a_session_says_what_is_missing(runner: Runner, updater: WeightUpdater) -> None:
+    assert updater.begin().success
+    assert updater.update_from_tensor(pack([(UP, weights(1)[UP])])).success
+    assert updater.update_from_tensor(pack([("x", torch.ones(2))])).weights_mixed
+    ended = updater.end()
+    assert ended.success and ended.message.startswith("Success, but for what failed: the target")
+    assert not updater.update_from_tensor(pack(list(weights(1).items()))).weights_mixed
+    assert updater.begin().message == updater.end().message == "Success"
+
+
+def test_the_checker_looks_at_the_selected_models(runner: Runner, tmp_path: Path) -> None:
+    head = runner.model.get_parameter("lm_head.weight")
+    draft = Runner(_Draft(runner.model.config, head))
+    updater = WeightUpdater(runner, [draft], model_path=str(tmp_path / "old"))
+
+    def names(selector: str) -> set[str]:
+        checksum = updater.check_weights("checksum", selector=selector).checksum
+        assert checksum is not None
+        [rank] = checksum["ranks"]
+        assert {part["role"] for part in rank["parallelism_info"]} == (
+            {"target", "draft"} if selector == "all" else {selector}
+        )
+        return set(rank["checksums"])
+
+    of_draft = {"draft.layers.0.input_layernorm.weight", "draft.fc.weight", "draft.head"}
+    assert names("draft") == of_draft
+    assert names("all") == names("target") | of_draft and not names("target") & of_draft
+
+    assert updater.check_weights("snapshot", selector="draft").success
+    updater.update_from_tensor(pack([(UP, weights(0)[UP] + 0.25)]), selector="target")
+    assert updater.check_weights("compare", selector="draft").success
+
+    before = head.clone()
+    result = updater.check_weights("reset_tensors", selector="draft")
+    assert result.weights_mixed and "the draft lacks" in result.mixed_tensors
+    assert torch.equal(head, before), "what the draft borrows is the target's"
+    assert not updater.check_weights("compare", selector="draft").success
+    assert updater.check_weights("reset_tensors").weights_mixed and not torch.equal(head, before)
 
 
 # -- checkpoint engine --------------------------------------------------------------------------

@@ -98,6 +98,12 @@ def _engine(rank: int, folder: str, ports: list[int]) -> dict[str, Any]:
     refused = updater.update_from_tensor([good, good[:100]])
     seen["refused"] = refused.message
     assert not refused.success and not refused.weights_mixed and runner.holds(weights(2))
+    # Each rank's data is right by itself, but for other tensors than the other rank's.
+    norm, other = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
+    pair = [MultiprocessingSerializer.serialize([(n, weights(3)[n])]) for n in (norm, other)]
+    refused = updater.update_from_tensor(pair)
+    assert "the ranks were sent tensors of different names" in refused.message
+    assert not refused.success and not refused.weights_mixed and runner.holds(weights(2))
     assert updater.update_from_tensor([good, good]).success and runner.holds(weights(3))
 
     # The trainer is gone by now.

@@ -348,6 +348,18 @@ def test_checkpoint_that_does_not_fit_is_refused(
         load(folder)
 
 
+@pytest.mark.parametrize("offset", [200, -1])
+def test_a_map_out_of_the_vocabulary_is_seen_before_anything_is_written(
+    tmp_path: Path, offset: int
+) -> None:
+    model = load(make_tiny_draft(tmp_path))
+    good, bad = torch.full((101,), 7), torch.full((101,), offset)
+    model.check_weights([("d2t", good)], complete=False).raise_if_any("the update")
+    model.check_weights([("d2t", bad.to("meta"))], complete=False).raise_if_any("the files' list")
+    with pytest.raises(WeightLoadError, match="the update .* values that cannot be .*d2t leads to"):
+        model.check_weights([("d2t", bad)], complete=False).raise_if_any("the update")
+
+
 def test_bias_of_an_old_draft_is_optional_where_the_config_is_silent(tmp_path: Path) -> None:
     folder = make_tiny_draft(tmp_path / "silent", EAGLE_ARCHITECTURE)
     weights = load_file(folder / "model.safetensors")

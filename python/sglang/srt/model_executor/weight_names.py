@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -183,14 +184,30 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_SHOWN]) + (", ..." if len(names) > _NUM_SHOWN else "")
 
 
+def pairs_of(payload: Any) -> list[tuple[Any, Any]]:
+    """The entries of a payload, two parts each. Raises ValueError where it is something else."""
+    entries = list(payload)
+    if isinstance(payload, Mapping) or not all(
+        isinstance(entry, tuple | list) and len(entry) == 2 for entry in entries
+    ):
+        raise ValueError(
+            "expected a list of pairs of name and tensor (a bucket needs load_format "
+            f"flattened_bucket), got {type(payload).__name__}"
+            + ("" if isinstance(payload, Mapping) else " with other entries")
+        )
+    return [(first, second) for first, second in entries]
+
+
 def check_named_tensors(payload: Any) -> list[tuple[str, torch.Tensor]]:
     """The payload as a list of (name, tensor). Raises ValueError where it is something else."""
-    named = list(payload)
-    for entry in named:
-        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
-        if not is_pair or not isinstance(entry[0], str) or not isinstance(entry[1], torch.Tensor):
-            raise ValueError(f"expected pairs of name and tensor, got {type(entry).__name__}")
-    return [(name, tensor) for name, tensor in named]
+    named = pairs_of(payload)
+    for name, tensor in named:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                "expected pairs of name and tensor, got one of "
+                f"{type(name).__name__} and {type(tensor).__name__}"
+            )
+    return named
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -219,6 +236,19 @@ def declared_tensors(
     return [
         TensorSpec(name, parse_dtype(dtype), tuple(shape))
         for name, dtype, shape in zip(names, dtypes, shapes)
+    ]
+
+
+def with_likely_sizes(
+    specs: Sequence[TensorSpec], models: Sequence[ModelNames]
+) -> list[TensorSpec]:
+    """With the size that the first model's tensor of each name has, where one has such a tensor."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for model in reversed(models):
+        shapes |= model.shapes()
+    return [
+        spec._replace(likely_bytes=math.prod(shapes.get(spec.name, (0,))) * spec.dtype.itemsize)
+        for spec in specs
     ]
 
 

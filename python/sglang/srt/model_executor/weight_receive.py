@@ -42,6 +42,8 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # Of the model's own tensor of this name: what comes if the declaration is wrong.
+    likely_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +70,7 @@ class ReceiveBuffers:
         if sum(sizes) > limit:
             raise ValueError(f"{sum(sizes)} bytes are declared, more than the memory of this host")
         if device.type == "cpu":
-            rooms, self._flat = _reserve(sizes, num_members)
+            rooms, self._flat = _reserve(self._specs, num_members)
         else:
             rooms = [_rounded(size) for size in sizes]
             self._flat = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
@@ -135,11 +137,12 @@ class ReceiveBuffers:
             raise ValueError(f"{what} bytes came than declared for {self._specs[wrong[0]]}{others}")
 
 
-def _rooms(sizes: Sequence[int], num_members: int) -> list[int]:
+def _rooms(specs: Sequence[TensorSpec], num_members: int) -> list[int]:
     """Bytes on the CPU for each tensor: untouched memory costs nothing but addresses.
 
     Of more than two members some forward what they receive, and they forward all of the room.
     """
+    sizes = [max(spec.num_bytes, spec.likely_bytes) for spec in specs]
     if num_members > 2:
         return [_rounded(2 * size + 16 * _PAGE) for size in sizes]
     # One broadcast may also hold what was declared as many.
@@ -147,9 +150,10 @@ def _rooms(sizes: Sequence[int], num_members: int) -> list[int]:
     return [_rounded(8 * size + spare) for size in sizes]
 
 
-def _reserve(sizes: Sequence[int], num_members: int) -> tuple[list[int], torch.Tensor]:
+def _reserve(specs: Sequence[TensorSpec], num_members: int) -> tuple[list[int], torch.Tensor]:
     """The room of each tensor, and the memory for all."""
-    rooms = _rooms(sizes, num_members)
+    sizes = [spec.num_bytes for spec in specs]
+    rooms = _rooms(specs, num_members)
     try:
         return rooms, _address_space(sum(rooms), with_huge_pages=_are_large(sizes))
     except MemoryError as error:

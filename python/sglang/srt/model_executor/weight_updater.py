@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,7 +41,9 @@ from sglang.srt.model_executor.weight_names import (
     declared_tensors,
     first_names,
     import_custom_loader,
+    pairs_of,
     resolve_custom_loader,
+    with_likely_sizes,
 )
 from sglang.srt.model_executor.weight_receive import TensorSpec
 from sglang.srt.model_loader.loader import fill_with_dummy_weights
@@ -130,6 +132,7 @@ class _Write:
     """Work that remains once everything is checked: `run` returns the storages it wrote to."""
 
     role: _Role
+    names: Collection[str]  # of the tensors
     run: Callable[[], set[int]]
 
 
@@ -165,10 +168,7 @@ class WeightUpdater:
         self._groups = WeightGroups(self._tp.rank, self._device, self._timeouts)
         # Groups that are being joined, and who wants to know; the same on all ranks.
         self._joining: dict[str, Callable[[WeightUpdateResult], None]] = {}
-        prefixes = ["", *(f"{role.name}." for role in self._drafts)]
-        self._checker = WeightChecker(
-            {prefix: role.runner.model for prefix, role in zip(prefixes, self._roles)}
-        )
+        self._checker = WeightChecker({_prefix(role): role.runner.model for role in self._roles})
         self._session: str | None = None  # selector of the open session
         self._written_in_session: dict[str, set[str]] = {}  # by role; checkpoint names
         self._files_are_current = True  # no tensors came since the files of `model_path` were read
@@ -234,7 +234,8 @@ class WeightUpdater:
         self._session = None
         self._written_in_session = {}
         barrier(self._tp.cpu_group)
-        return self._success("Success")
+        mixed = self.describe_mixed()
+        return self._success(f"Success, but for what failed: {mixed}." if mixed else "Success")
 
     def init_group(
         self,
@@ -452,47 +453,30 @@ class WeightUpdater:
         """
         if selector not in SELECTORS:
             return self._failure(f"selector must be one of {', '.join(SELECTORS)}")
+        chosen = [role for role in self._roles if _is_selected(role, selector)]
         if action == "checksum":
-            return self._success("Success", checksum=self._checksum())
+            return self._success(
+                "Success", checksum=self._checker.of_all_ranks(map(_prefix, chosen), self._tp)
+            )
         if action == "snapshot":
-            self._checker.snapshot()
+            self._checker.snapshot(map(_prefix, chosen))
             return self._success("Success")
         if action == "reset_tensors":
-            return self._reset_tensors(selector)
+            return self._reset_tensors(chosen)
         if action != "compare":
             return self._failure(f"Unsupported action {action!r} of the weights checker")
 
         def compare() -> None:
-            differences = self._checker.compare(skip_tensor_list or (), allow_quant_error)
+            prefixes, skip = map(_prefix, chosen), skip_tensor_list or ()
+            differences = self._checker.compare(prefixes, skip, allow_quant_error)
             if differences:
                 raise ValueError(f"{len(differences)} tensors differ: {'; '.join(differences)}")
 
         error = self._attempt(compare)
         return self._success("Success") if error is None else self._failure(error)
 
-    def _checksum(self) -> dict[str, Any]:
-        """`ranks` (one entry a rank) and `per_engine_checksum`, the same on every rank."""
-        place = {"tp_rank": self._tp.rank, "tp_size": self._tp.size, "rank": self._tp.rank}
-        alone = {"dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1, "size": self._tp.size}
-        own = self._checker.checksum() | {
-            "parallelism_info": [{"role": role.name, **place, **alone} for role in self._roles]
-        }
-        data = json.dumps(own).encode()
-        ranks = [
-            json.loads(broadcast_bytes(data, rank, self._tp.cpu_group))
-            for rank in range(self._tp.size)
-        ]
-        combined = "".join(rank["per_gpu_checksum"] for rank in ranks)
-        return {
-            "ranks": ranks,
-            "per_engine_checksum": hashlib.sha256(combined.encode()).hexdigest(),
-        }
-
-    def _reset_tensors(self, selector: str) -> WeightUpdateResult:
-        chosen = [role for role in self._roles if _is_selected(role, selector)]
-        self._checker.reset_tensors(
-            "" if role is self._target else f"{role.name}." for role in chosen
-        )
+    def _reset_tensors(self, chosen: Sequence[_Role]) -> WeightUpdateResult:
+        self._checker.reset_tensors(map(_prefix, chosen))
         for role in chosen:
             role.outdated = set(role.runner.model.weight_table())
         self._files_are_current = False
@@ -506,6 +490,8 @@ class WeightUpdater:
         """Prepare on all ranks, then write on all ranks, then digest what was written."""
         writes: list[_Write] = []
         error = self._attempt(lambda: writes.extend(prepare()))
+        if error is None and not self._are_alike(writes):
+            error = "the ranks were sent tensors of different names"
         if error is not None:
             return self._refused(failure.format(error))
         storages: set[int] = set()
@@ -538,7 +524,7 @@ class WeightUpdater:
             role.outdated = set(role.runner.model.weight_table())
         self._files_are_current = False
         return self._failure(
-            f"{message} The weights are partially updated, discard the whole weights.",
+            f"{_sentence(message)} The weights are partially updated, discard the whole weights.",
             self._refresh(None),
         )
 
@@ -559,7 +545,8 @@ class WeightUpdater:
         for role, space, part in zip(self._roles, names, parts):
             if part:
                 space.check(part)
-                writes.append(_Write(role, functools.partial(self._write, role, space, part)))
+                run = functools.partial(self._write, role, space, part)
+                writes.append(_Write(role, [name for name, _ in part], run))
         return writes
 
     def _write(self, role: _Role, names: ModelNames, named: NamedTensors) -> set[int]:
@@ -585,8 +572,10 @@ class WeightUpdater:
             )
         # The function knows one kind of model; the draft is asked for by name.
         roles = self._drafts if selector == DRAFT else [self._target]
+        names = [name for name, _ in named]
         return [
-            _Write(role, functools.partial(self._run_custom, loader, role, named)) for role in roles
+            _Write(role, names, functools.partial(self._run_custom, loader, role, named))
+            for role in roles
         ]
 
     def _run_custom(
@@ -618,7 +607,7 @@ class WeightUpdater:
             return bucket.reconstruct_tensors()
         named = [
             (name, value.get(self._tp.rank) if isinstance(value, LocalSerializedTensor) else value)
-            for name, value in data
+            for name, value in pairs_of(data)
         ]
         return check_named_tensors(named)
 
@@ -647,14 +636,19 @@ class WeightUpdater:
         specs = declared_tensors(names, dtypes, shapes)
         if load_format not in (None, "flattened_bucket"):
             raise ValueError(f"Unknown load_format={load_format}")
-        self._groups.device_of(group_name)
         if not specs:
+            self._groups.device_of(group_name)
             return []  # a trainer has nothing to broadcast then
+        if self._groups.device_of(group_name).type == "cpu":
+            models = [CheckpointNames(role.runner.model) for role in self._roles]
+            specs = with_likely_sizes(specs, models)
         if load_format is None:
             return list(zip(names, self._groups.receive(group_name, specs)))
         types = [spec.dtype for spec in specs]
         bucket = FlattenedTensorBucket.empty(names, types, shapes, torch.device("meta"))
-        whole = TensorSpec("the bucket", torch.uint8, tuple(bucket.get_flattened_tensor().shape))
+        num_bytes = tuple(bucket.get_flattened_tensor().shape)
+        likely = sum(spec.likely_bytes for spec in specs)
+        whole = TensorSpec("the bucket", torch.uint8, num_bytes, likely)
         [flat] = self._groups.receive(group_name, [whole])
         return FlattenedTensorBucket(
             flattened_tensor=flat, metadata=bucket.get_metadata()
@@ -674,7 +668,7 @@ class WeightUpdater:
             space.problems(part, complete=role is self._target).raise_if_any(source)
             wanted = frozenset(name for name, _ in part)
             load = functools.partial(self._load_files, role, space, checkpoint, wanted)
-            writes.append(_Write(role, load))
+            writes.append(_Write(role, wanted, load))
         return writes
 
     def _load_files(
@@ -750,6 +744,13 @@ class WeightUpdater:
                     runner.decode_runner.weights_changed()
         return changed
 
+    def _are_alike(self, writes: Sequence[_Write]) -> bool:
+        """Whether every rank is to write tensors of the same names. Collective."""
+        names = json.dumps([(each.role.name, sorted(each.names)) for each in writes])
+        digest = int.from_bytes(hashlib.sha256(names.encode()).digest()[:7], "big")
+        least, most = all_reduce_min(torch.tensor([digest, -digest]), self._tp.cpu_group).tolist()
+        return bool(least == -most)
+
     def _is_anywhere(self, flag: bool) -> bool:
         """Whether any rank has it. Collective."""
         votes = torch.tensor([0 if flag else 1], dtype=torch.int64)
@@ -788,6 +789,11 @@ def _sentence(text: str) -> str:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _prefix(role: _Role) -> str:
+    """Of the names of a model's tensors, where those of all are told apart."""
+    return "" if role.name == TARGET else f"{role.name}."
 
 
 def _is_selected(role: _Role, selector: str) -> bool:

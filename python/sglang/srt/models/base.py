@@ -39,6 +39,7 @@ class WeightProblems:
     missing: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)  # whole parts, in place of their tensors
     wrong_kind: list[str] = field(default_factory=list)  # "name: expected ..., got ..."
+    wrong_values: list[str] = field(default_factory=list)  # what is wrong with them
 
     def raise_if_any(self, source: str) -> None:
         """Raise WeightLoadError listing everything; `source` says what was being loaded."""
@@ -50,6 +51,7 @@ class WeightProblems:
                 ("unexpected tensors", self.unexpected),
                 ("tensors of the wrong shape", self.misshaped),
                 ("tensors of a type that cannot be used", self.wrong_kind),
+                ("values that cannot be", self.wrong_values),
             )
             if names
         ]

@@ -25,7 +25,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
 from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.base import WeightLoadError
+from sglang.srt.models.base import WeightLoadError, WeightProblems
 from sglang.srt.models.eagle_draft import EagleDraftModel
 from sglang.srt.models.llama import AttentionChoices, GatedMLP, LlamaAttention
 
@@ -97,9 +97,10 @@ class DraftToTarget(WeightOwner):
     def weight_slots(self, name: str) -> Mapping[str, WeightSlot]:
         return {name: WeightSlot(target=self.offsets, full_shape=tuple(self.offsets.shape))}
 
-    def refresh(self) -> None:
-        """Follow new offsets. Raises WeightLoadError where they make no sense; no change then."""
-        token_ids = self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
+    def token_ids_of(self, offsets: torch.Tensor) -> torch.Tensor:
+        """The token of every draft id. Raises WeightLoadError where the offsets make no sense."""
+        offsets = offsets.to(self.offsets.device, torch.int64)
+        token_ids = offsets + torch.arange(len(offsets), device=offsets.device)
         lowest, highest = int(token_ids.min()), int(token_ids.max())
         if lowest < 0 or highest >= self._vocab_size:
             raise WeightLoadError(
@@ -107,7 +108,11 @@ class DraftToTarget(WeightOwner):
             )
         if len(token_ids.unique()) != len(token_ids):
             raise WeightLoadError("d2t leads several draft ids to one token")
-        self.token_ids.copy_(token_ids)
+        return token_ids
+
+    def refresh(self) -> None:
+        """Follow new offsets. Raises WeightLoadError where they make no sense; no change then."""
+        self.token_ids.copy_(self.token_ids_of(self.offsets))
 
 
 class LlamaForCausalLMEagle3(EagleDraftModel):
@@ -208,6 +213,25 @@ class LlamaForCausalLMEagle3(EagleDraftModel):
         # Over the whole vocabulary every draft id is its token's id.
         covers_all = self.draft_config.draft_vocab_size == self.draft_config.vocab_size
         return name == _DRAFT_TO_TARGET and covers_all
+
+    def check_weights(
+        self,
+        infos: Iterable[tuple[str, torch.Tensor]],
+        complete: bool,
+        table: Mapping[str, WeightSlot] | None = None,
+    ) -> WeightProblems:
+        """As in the base; a `d2t` that has come is looked into, too."""
+        infos = list(infos)
+        problems = super().check_weights(infos, complete, table)
+        for name, tensor in self._named_parts(infos):
+            is_map = name == _DRAFT_TO_TARGET and self.d2t is not None and not tensor.is_meta
+            if is_map and not (problems.misshaped or problems.wrong_kind):
+                assert self.d2t is not None
+                try:
+                    self.d2t.token_ids_of(tensor)
+                except WeightLoadError as error:
+                    problems.wrong_values.append(str(error))
+        return problems
 
     def load_weights(
         self,

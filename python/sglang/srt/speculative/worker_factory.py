@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from sglang.srt.configs.draft_config import (
+    DRAFT_ARCHITECTURES,
     check_draft_kind,
     check_own_draft,
     is_mtp_draft,
@@ -128,6 +129,14 @@ def plan_draft(
         check_draft_kind(config, settings.algorithm.name)
         if path == target.model_path:
             check_own_draft(config)
+    num_drafted = config.vocab_size
+    if traits.features is not DraftFeatures.NONE:
+        num_drafted = read_eagle_config(config).draft_vocab_size
+    if settings.shape.topk > num_drafted:
+        raise ModelConfigError(
+            f"--speculative-eagle-topk {settings.shape.topk}: the draft {path} knows {num_drafted} "
+            "tokens"
+        )
     configs: tuple[ModelConfig, ...] = (config,)
     if settings.multi_layer:
         configs = mtp_layer_configs(config, settings.shape.num_steps)
@@ -140,6 +149,11 @@ def plan_draft(
 
 def _read_standalone_config(path: str, target: ModelConfig) -> ModelConfig:
     config = ModelConfig.from_path(path, dtype=target.dtype)
+    if any(name in DRAFT_ARCHITECTURES for name in config.architectures):
+        raise ModelConfigError(
+            f"the draft {path} cannot be used: it is {', '.join(config.architectures)}, which "
+            "reads its target's hidden states; STANDALONE needs a language model"
+        )
     if config.vocab_size != target.vocab_size:
         raise ModelConfigError(
             f"the draft {path} cannot be used: its vocabulary has {config.vocab_size} tokens, "
