@@ -400,6 +400,36 @@ def test_tiers_without_their_switch_are_warned_about(caplog: pytest.LogCaptureFi
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ("--speculative-use-rejection-sampling", "--speculative-accept-threshold-acc", 0.5),
+            "--speculative-accept-threshold-acc, --speculative-use-rejection-sampling: no effect "
+            "without --speculative-algorithm",
+        ),
+        (
+            ("--speculative-ngram-capacity", 5),
+            "--speculative-ngram-capacity: no effect without --speculative-algorithm NGRAM",
+        ),
+        (
+            ("--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "/draft"),
+            "--speculative-draft-model-path: no effect with --speculative-algorithm NGRAM, which "
+            "has no draft model",
+        ),
+        (("--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", 50), None),
+        ((), None),
+    ],
+)
+def test_speculation_without_its_algorithm_is_warned_about(
+    caplog: pytest.LogCaptureFixture, given: tuple[Any, ...], message: str | None
+) -> None:
+    args = _parse(*given)
+    caplog.clear()
+    validation.warn_ignored(args)
+    assert caplog.messages == ([] if message is None else [message])
+
+
 def test_chunk_default_is_a_multiple_of_the_page() -> None:
     args = _cpu(page_size=48)
     assert args.chunked_prefill_size is not None

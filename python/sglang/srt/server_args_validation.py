@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -379,19 +379,51 @@ def _normalize_speculation(args: ServerArgsFields) -> None:
 
 def warn_ignored(args: ServerArgsFields) -> None:
     """Say once, at launch, which settings have no effect beside the others."""
-    if not args.enable_hierarchical_cache:
-        given = [name for name in _HICACHE_ONLY if getattr(args, name) != _default_of(name)]
+    for names, reason in _without_effect(args):
+        given = [name for name in names if getattr(args, name) != _default_of(name)]
         if given:
-            logger.warning(
-                "%s: no effect without --enable-hierarchical-cache; KV is kept on the device only",
-                ", ".join(map(_flag, given)),
-            )
+            logger.warning("%s: no effect %s", ", ".join(map(_flag, given)), reason)
     if args.device == "cuda":
         return
     for name in _CUDA_ONLY:
         if getattr(args, name) != _default_of(name):
             logger.warning("%s has no effect on CPU", _flag(name))
 
+
+def _without_effect(args: ServerArgsFields) -> Iterator[tuple[Sequence[str], str]]:
+    """Settings that the others leave without effect, and why."""
+    if not args.enable_hierarchical_cache:
+        yield (
+            _HICACHE_ONLY,
+            "without --enable-hierarchical-cache; KV is kept on the device only",
+        )
+    if args.speculative_algorithm is None:
+        yield _SPECULATION_ONLY, "without --speculative-algorithm"
+    if args.speculative_algorithm == "NGRAM":
+        yield _DRAFT_ONLY, "with --speculative-algorithm NGRAM, which has no draft model"
+    else:
+        yield _NGRAM_ONLY, "without --speculative-algorithm NGRAM"
+
+
+_SPECULATION_ONLY = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+    "speculative_accept_threshold_single",
+    "speculative_accept_threshold_acc",
+    "speculative_use_rejection_sampling",
+)
+
+_DRAFT_ONLY = ("speculative_draft_model_path", "speculative_draft_load_format")
+
+_NGRAM_ONLY = (
+    "speculative_ngram_min_bfs_breadth",
+    "speculative_ngram_max_bfs_breadth",
+    "speculative_ngram_match_type",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_capacity",
+    "speculative_ngram_external_corpus_path",
+)
 
 _HICACHE_ONLY = (
     "hicache_ratio",
