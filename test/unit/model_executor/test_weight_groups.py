@@ -122,6 +122,8 @@ def test_whom_waiting_is_in_vain_for(runner: Runner) -> None:
             assert result.message.startswith("Failed to initialize custom process group: ")
             assert time.monotonic() - start < 4
     assert "outside of" in Opening(updater, *nobody(70000)).results[0].message
+    nowhere = Opening(updater, "", *nobody()[1:]).results[0].message
+    assert "master_address must not be empty" in nowhere
 
 
 @pytest.mark.parametrize("phase", ["no trainer", "members missing", "joined"])

@@ -84,6 +84,8 @@ class WeightGroups:
         if backend == "nccl" and self._device.type != "cuda":
             raise ValueError(f"backend nccl cannot be used on {self._device.type}, gloo can")
         address = NetworkAddress(master_address.strip("[]"), int(master_port))
+        if not address.host:
+            raise ValueError("master_address must not be empty")
         if not 0 < address.port < 65536:
             raise ValueError(f"port {address.port} is outside of [1, 65535]")
         member = Membership(
