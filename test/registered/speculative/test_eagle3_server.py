@@ -1,7 +1,8 @@
 """The real small model with its EAGLE3 draft: tokens, accept lengths and what a server reports.
 
 Accept lengths are compared with the loop of `eagle3_reference`, which shares no code with the
-server; tokens with those of the target alone.
+server; tokens with those of the target alone, with --run-slow those of a hundred prompts in every
+way of serving them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang.srt.environ import envs
 from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.eagle3_reference import (
@@ -115,6 +118,67 @@ def test_mixed_prompts_give_the_tokens_of_the_target_alone(
             outputs.append([scheduler.answer_of(rid).tokens for rid in rids])
     assert len(texts) == 25
     assert outputs[0] == outputs[1]
+
+
+EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", SMALL_EAGLE3_DRAFT)
+TREE = (
+    *("--speculative-num-steps", 3, "--speculative-eagle-topk", 4),
+    *("--speculative-num-draft-tokens", 8),
+)
+# More at once than there is room for.
+SMALL_POOL = (
+    *("--max-total-tokens", 1536, "--max-running-requests", 64),
+    *("--schedule-conservativeness", 0.05),
+)
+CASES: dict[str, tuple[tuple[Any, ...], bool]] = {
+    "chain": ((*EAGLE3, "--speculative-num-steps", 3), False),
+    "chain, v2, page 4, retraction": (
+        (*EAGLE3, "--speculative-num-steps", 3, "--page-size", 4, *SMALL_POOL),
+        True,
+    ),
+    "tree, v2, page 16, chunks": (
+        (*EAGLE3, *TREE, "--page-size", 16, "--chunked-prefill-size", 64),
+        True,
+    ),
+    "tree, retraction": ((*EAGLE3, *TREE, *SMALL_POOL), False),
+    "ngram, v2, page 64, chunks": (
+        ("--speculative-algorithm", "NGRAM", "--page-size", 64, "--chunked-prefill-size", 64),
+        True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def hundred(small_model: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """The fifty mixed prompts and the first halves of them; what the target says to each alone."""
+    tokenizer = get_tokenizer(str(small_model))
+    texts = [tokenizer.encode(text) for text in mixed_prompts()]
+    texts += [text[: len(text) // 2 + 1] for text in texts]
+    with ServedScheduler(small_model, *POOL, "--grammar-backend", "none") as alone:
+        return texts, _answers(alone, texts)
+
+
+def _answers(server: ServedScheduler, texts: list[list[int]]) -> list[list[int]]:
+    rids = [server.submit(text, 16) for text in texts]
+    server.run_until(lambda: all(server.finish(rid) is not None for rid in rids), timeout_s=900)
+    return [server.answer_of(rid).tokens for rid in rids]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", CASES)
+def test_a_hundred_prompts_give_the_tokens_of_the_target_alone(
+    small_model: Path, hundred: tuple[list[list[int]], list[list[int]]], case: str
+) -> None:
+    texts, expected = hundred
+    flags, overlap = CASES[case]
+    with (
+        envs.SGLANG_ENABLE_OVERLAP_ON_CPU.override(overlap),
+        ServedScheduler(small_model, *POOL, *flags, "--grammar-backend", "none") as server,
+    ):
+        assert _answers(server, texts) == expected
+        assert (server.scheduler.reports.num_retracted_total > 0) == ("retraction" in case)
+    assert len(texts) == 100
 
 
 def test_a_server_reports_what_was_accepted(small_model: Path, server: SmallServer) -> None:

@@ -6,6 +6,8 @@ installed everywhere. The meaning of every operation is stated at `dispatch.Ops`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -19,7 +21,8 @@ from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, norms_side_by_side, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
 from sglang.srt.layers.triton_ops.rows import add_rows, take_rows
-from sglang.srt.layers.triton_ops.skinny import is_worthwhile, skinny
+from sglang.srt.layers.triton_ops.skinny import is_worthwhile as skinny_is_worthwhile
+from sglang.srt.layers.triton_ops.skinny import skinny
 
 
 class CudaOps:
@@ -28,19 +31,17 @@ class CudaOps:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        if gemv_is_worthwhile(x.shape[0], *weight.shape):
-            return gemv(x, weight, bias)
-        if is_worthwhile(x.shape[0], *weight.shape):
-            return skinny(x, weight, bias)
-        return functional.linear(x, weight, bias)
+        product = _own_product(x, weight)
+        if product is None:
+            return functional.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     def wide_linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if gemv_is_worthwhile(x.shape[0], *weight.shape):
-            return gemv(x, weight, None, torch.float32)
-        if is_worthwhile(x.shape[0], *weight.shape):
-            return skinny(x, weight, None, torch.float32)
-        # Written wide by the product itself: a cast of its own costs as much as a layer.
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        product = _own_product(x, weight)
+        if product is None:
+            # Written wide by the product itself: a cast of its own costs as much as a layer.
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return product(x, weight, None, torch.float32)
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float = 0.0
@@ -126,3 +127,12 @@ class CudaOps:
 
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         return write_to_host(x)
+
+
+def _own_product(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """What multiplies so few rows faster than the library; None: nothing does."""
+    if gemv_is_worthwhile(x.shape[0], *weight.shape):
+        return gemv
+    if skinny_is_worthwhile(x.shape[0], *weight.shape):
+        return skinny
+    return None
