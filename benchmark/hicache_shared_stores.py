@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.redis_store import RedisStore
 from sglang.srt.mem_cache.storage.shared_store import SharedPageStore
-from sglang.srt.mem_cache.storage_threads import READ_BATCH_SIZE, STORAGE_BATCH_SIZE
+from sglang.srt.mem_cache.storage_threads import STORAGE_BATCH_SIZE, read_batch_size
 from sglang.test.fakes.host_pages import make_host_pool, page_hash
 from sglang.test.fakes.store_servers import MooncakeServers, RespServer, StoreServers
 
@@ -148,6 +148,7 @@ class _Bench:
         self.store.register_mem_host_pool_v2(self.pool, PoolName.KV)
         calls = MooncakeCalls if backend == "mooncake" else RespCalls
         self.plain: PlainCalls = calls(self.store, self.pool)
+        self._read_batch = read_batch_size(self.pool.bytes_per_page)
         self._num_rounds = 0
 
     def close(self) -> None:
@@ -182,7 +183,7 @@ class _Bench:
             if not all(self.store.batch_get_v2([transfer(first, count)])[PoolName.KV]):
                 raise RuntimeError("pages are missing")
 
-        rates = self._mb_s(write, STORAGE_BATCH_SIZE), self._mb_s(read, READ_BATCH_SIZE)
+        rates = self._mb_s(write, STORAGE_BATCH_SIZE), self._mb_s(read, self._read_batch)
         self.store.clear()
         return rates
 
@@ -197,7 +198,7 @@ class _Bench:
         def read(first: int, count: int) -> None:
             self.plain.get(names[first : first + count], first)
 
-        rates = self._mb_s(write, STORAGE_BATCH_SIZE), self._mb_s(read, READ_BATCH_SIZE)
+        rates = self._mb_s(write, STORAGE_BATCH_SIZE), self._mb_s(read, self._read_batch)
         self.plain.remove(names)
         return rates
 

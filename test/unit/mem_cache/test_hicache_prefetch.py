@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.hicache_storage import StorageError
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.storage_threads import read_batch_size
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.fakes.controller_rig import MemoryStore
 from sglang.test.fakes.fault_store import Fault, FaultPlan, FaultStore
@@ -32,7 +33,8 @@ def warm_store(
     """Return a store that holds these prompts."""
     store = store or MemoryStore()
     options = {"make_tree": HiMambaRadixCache, "num_states": 40} | options  # for trees of any kind
-    writer = HiCacheEngine(page_size=PAGE, size=400, host_size=400, store=store, **options)  # type: ignore[arg-type]
+    sizes = {"size": 1000, "host_size": 1000, "max_context_len": 1000}
+    writer = HiCacheEngine(page_size=PAGE, store=store, **sizes, **options)  # type: ignore[arg-type]
     for tokens in prompts:
         writer.serve(tokens)
     writer.settle()
@@ -327,9 +329,14 @@ def test_best_effort_does_not_wait_for_a_query() -> None:
 
 
 def test_best_effort_takes_what_is_there_when_the_request_is_reached() -> None:
-    tokens = prompt(40)
+    batch = read_batch_size(1)  # these pages are tiny
+    tokens = prompt(batch + 8)
     engine = engine_over(
-        warm_store([tokens]), size=400, host_size=400, prefetch_policy="best_effort"
+        warm_store([tokens]),
+        size=1000,
+        host_size=1000,
+        max_context_len=1000,
+        prefetch_policy="best_effort",
     )
     req = submitted(engine, tokens)
     engine.controller.step_query()
@@ -337,7 +344,7 @@ def test_best_effort_takes_what_is_there_when_the_request_is_reached() -> None:
     operation = engine.tree.ongoing_prefetch["r"].operation
     store = engine.store
     assert isinstance(store, MemoryStore)
-    # The read goes in batches of 32 pages; the request is reached while the second one is read.
+    # The read goes in batches; the request is reached while the second one is read.
     reads = []
 
     def reach(method: str, keys: list[str]) -> None:
@@ -349,8 +356,8 @@ def test_best_effort_takes_what_is_there_when_the_request_is_reached() -> None:
     store.hook = reach
     engine.controller.step_read()
     assert operation.is_done
-    assert req.loaded_tokens == 32 * PAGE
-    assert engine.extend(req, len(tokens) - 32 * PAGE)
+    assert req.loaded_tokens == batch * PAGE
+    assert engine.extend(req, len(tokens) - batch * PAGE)
     engine.check()
     engine.finish(req)
     assert_nothing_held(engine)

@@ -11,10 +11,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import StorageError
 from sglang.srt.mem_cache.page_key import RadixKey, draft_page_key
 from sglang.srt.mem_cache.storage_threads import (
-    READ_BATCH_SIZE,
     STORAGE_BATCH_SIZE,
     LiveOperations,
     StorageOperation,
+    read_batch_size,
 )
 from sglang.test.fakes.controller_rig import (
     DRAFT_DIGEST,
@@ -23,6 +23,8 @@ from sglang.test.fakes.controller_rig import (
     MemoryStore,
     seed_for,
 )
+
+READ_BATCH = read_batch_size(1)  # these pages are tiny
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def storage_threads() -> list[str]:
 
 def long_rig(make_rig) -> tuple[ControllerRig, RadixKey]:
     """A rig whose storage holds a key of two reads; the host pool has room for just that."""
-    num_pages = 2 * READ_BATCH_SIZE
+    num_pages = 2 * READ_BATCH
     rig = make_rig(page_size=1, device_pages=num_pages, host_pages=num_pages, layer_num=1)
     key = rig.key(num_pages)
     rig.to_storage(key)
@@ -152,7 +154,14 @@ def test_long_spans_go_in_batches_and_stop_at_the_first_short_one(make_rig):
     assert completed == operation.storage_hit_count == STORAGE_BATCH_SIZE + 5
     assert [len(keys) for method, keys in rig.store.calls if method == "exists"] == [128, 128]
     reads = [len(keys) for method, keys in rig.store.calls if method == "get kv"]
-    assert max(reads) <= READ_BATCH_SIZE and sum(reads) == completed
+    assert max(reads) <= READ_BATCH and sum(reads) == completed
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "num_pages"), [(1, 128), (512 << 10, 128), (1 << 20, 64), (8 << 20, 32)]
+)
+def test_a_read_is_bounded_in_pages_and_in_bytes(page_bytes, num_pages):
+    assert read_batch_size(page_bytes) == num_pages
 
 
 def test_prefix_keys_are_passed_and_extended_not_changed(make_rig):
@@ -325,7 +334,7 @@ def test_a_prefetch_whose_read_fails_is_over_at_once(make_rig):
 
 
 def test_bytes_below_the_count_are_never_stale(make_rig):
-    num_pages = 4 * READ_BATCH_SIZE
+    num_pages = 4 * READ_BATCH
     rig = make_rig(page_size=1, device_pages=num_pages, host_pages=num_pages, layer_num=1)
     key = rig.key(num_pages)
     rig.to_storage(key)
@@ -423,7 +432,7 @@ def test_a_prefetch_terminated_with_pages_gives_the_rest_back(make_rig, stage, g
     else:
         rig.wait(lambda: operation.is_done)
     kept = rig.controller.terminate_prefetch(operation)
-    assert kept == {"read": len(key), "between reads": READ_BATCH_SIZE}.get(stage, 0)
+    assert kept == {"read": len(key), "between reads": READ_BATCH}.get(stage, 0)
     gate.open()
     rig.wait(lambda: operation.is_done)
     # What came later does not count.

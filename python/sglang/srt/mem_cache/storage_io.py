@@ -45,7 +45,6 @@ from sglang.srt.mem_cache.storage_control import MinReduce
 from sglang.srt.mem_cache.storage_pages import StoragePages
 from sglang.srt.mem_cache.storage_threads import (
     JOIN_TIMEOUT_S,
-    READ_BATCH_SIZE,
     STORAGE_BATCH_SIZE,
     LiveOperations,
     PoolSlots,
@@ -53,6 +52,7 @@ from sglang.srt.mem_cache.storage_threads import (
     StorageOperation,
     StorageThreads,
     call_bounded,
+    read_batch_size,
 )
 
 logger = logging.getLogger(__name__)
@@ -557,10 +557,11 @@ class HostStorageIO(StoragePages):
             raise RuntimeError(f"prefetch of {operation.request_id} was given no host pages")
         if not self._extra_transfer(operation):
             return
-        for start in range(0, len(hashes), READ_BATCH_SIZE):
+        batch_size = read_batch_size(self._bytes_per_page)
+        for start in range(0, len(hashes), batch_size):
             if self._is_stopped(operation):
                 return
-            batch = hashes[start : start + READ_BATCH_SIZE]
+            batch = hashes[start : start + batch_size]
             batch_slots = slots[start * self.page_size :][: len(batch) * self.page_size]
             extra = self._extra_info(operation.prefix_keys, hashes[:start])
             started = time.monotonic()

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache, HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.page_key import PageHash, draft_page_key, make_storage_key
 from sglang.srt.mem_cache.pool_transfer import SpanPages
-from sglang.srt.mem_cache.storage_threads import READ_BATCH_SIZE, CallWatch, StorageStats
+from sglang.srt.mem_cache.storage_threads import CallWatch, StorageStats, read_batch_size
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,10 @@ class StoragePages:
         """Read pages of a pool with slots of its own; whether all have come. ``hashes``: a span."""
         entry = self.host_pools.get(pages.name)
         assert entry is not None
-        for start in range(0, len(pages.positions), READ_BATCH_SIZE):
-            positions = pages.positions[start : start + READ_BATCH_SIZE]
-            page = entry.host_pool.page_size
+        batch_size = read_batch_size(entry.host_pool.bytes_per_page)
+        page = entry.host_pool.page_size
+        for start in range(0, len(pages.positions), batch_size):
+            positions = pages.positions[start : start + batch_size]
             transfer = PoolTransfer(
                 name=pages.name,
                 host_indices=pages.host_indices[start * page :][: len(positions) * page],

@@ -30,7 +30,10 @@ from sglang.srt.mem_cache.pool_transfer import PoolName, SpanPages, deepest_end,
 logger = logging.getLogger(__name__)
 
 STORAGE_BATCH_SIZE = 128  # pages of one look-up or write
-READ_BATCH_SIZE = 32  # pages of one read: what is counted, or lost by a stop, at once
+# Of one read, which is what is counted, or lost by a stop, at once. Backends check pages while the
+# next ones come, for which a read must be several of their transfers (mooncake_store.py: 24 MiB).
+_READ_BATCH_BYTES = 64 << 20
+_READ_BATCH_PAGES = (32, STORAGE_BATCH_SIZE)
 JOIN_TIMEOUT_S = 10.0
 HANG_WARNING_S = 5.0  # a call of a backend that takes longer is told about
 _WATCH_INTERVAL_S = 1.0
@@ -41,6 +44,12 @@ PoolSlots = Mapping[PoolName, torch.Tensor]
 
 PostPages = Callable[[PoolSlots], None]
 """Gives slots back, one page an item."""
+
+
+def read_batch_size(page_bytes: int) -> int:
+    """Return the most pages of ``page_bytes`` bytes each that one read asks for."""
+    least, most = _READ_BATCH_PAGES
+    return min(max(_READ_BATCH_BYTES // page_bytes, least), most)
 
 
 @dataclass(slots=True)
