@@ -20,6 +20,7 @@ from sglang.srt.managers.finish_check import (
     FinishAbort,
     StepVerdicts,
     check_finish,
+    is_nan_stop,
 )
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
@@ -80,7 +81,7 @@ class BatchResultProcessor:
             if batch.chunked[index]:
                 continue
             self._end_of_prefill(req, now)
-            self._advance(req, index, new_ids, tokens, logprobs)
+            self._advance(req, index, new_ids, tokens, logprobs, commits=False)
             if not req.finished:
                 self.tree_cache.cache_unfinished_req(req)
                 self.streamer.add(req)
@@ -99,7 +100,7 @@ class BatchResultProcessor:
                 self._collect_hidden(req, batch, index, logits)
             if tokens.accept_lens is not None:
                 self._count_drafts(req, batch, len(new_ids))
-            req.kv_committed_len += self._advance(req, index, new_ids, tokens, logprobs)
+            self._advance(req, index, new_ids, tokens, logprobs, commits=True)
             if req.stream and req.finish_reason is None:
                 self.streamer.add(req)
 
@@ -120,8 +121,12 @@ class BatchResultProcessor:
         new_ids: list[int],
         tokens: ResolvedTokens,
         logprobs: _OutputLogprobs | None,
-    ) -> int:
-        """Append accepted tokens up to the request's end, which releases it; how many stay."""
+        commits: bool,
+    ) -> None:
+        """Append accepted tokens up to the request's end, which releases it.
+
+        `commits`: the step has written KV for as many tokens as are kept.
+        """
         req.num_pending_tokens -= 1
         output_ids = req.output_ids
         output_ids.extend(new_ids)
@@ -138,9 +143,10 @@ class BatchResultProcessor:
         self.num_generated_tokens += num_kept
         if logprobs is not None and num_kept and req.logprobs is not None:
             logprobs.add_to(req, index, num_kept)
+        if commits:
+            req.kv_committed_len += num_kept
         if req.finish_reason is not None:
             self.release_finished(req)
-        return num_kept
 
     def _check_finish(
         self, req: Req, index: int, new_ids: list[int], tokens: ResolvedTokens
@@ -181,8 +187,10 @@ class BatchResultProcessor:
     def release_finished(self, req: Req) -> None:
         """Release a request whose `finish_reason` is set, and tell its client."""
         self.num_released += 1
-        # A probe of the server's health must not leave traces in the cache.
-        self.release_memory(req, insert=not req.is_health_check)
+        # A probe of the server's health must not leave traces in the cache, nor KV that may hold
+        # the NaN that its logits had.
+        insert = not req.is_health_check and not is_nan_stop(req.finish_reason)
+        self.release_memory(req, insert=insert)
         req.set_status(ReqStatus.FINISHED)
         self.streamer.add(req)
 
@@ -244,9 +252,14 @@ class BatchResultProcessor:
             return
         if batch.forward_mode is ForwardMode.EXTEND:
             start = sum(batch.extend_lens[:index])
-            rows = logits.hidden_states[start : start + batch.extend_lens[index]]
+            end = start + batch.extend_lens[index]
+            # After a retraction some positions are computed a second time.
+            first = batch.prefix_lens[index]
+            rows = logits.hidden_states[start + max(0, req.num_hidden - first) : end]
+            req.num_hidden = first + batch.extend_lens[index]
             req.hidden_states.extend(rows.float().tolist())
         else:
+            req.num_hidden += 1
             req.hidden_states.append(logits.hidden_states[index].float().tolist())
 
 

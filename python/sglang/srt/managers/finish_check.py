@@ -18,7 +18,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sglang.srt.sampling.sampling_params import SamplingParams, compile_stop_regex
+from sglang.srt.sampling.sampling_params import (
+    MAX_STOP_REGEX_WINDOW,
+    SamplingParams,
+    compile_stop_regex,
+    regex_window,
+)
 
 # Decodes a short run of output tokens as text, special tokens included.
 DecodeTail = Callable[[Sequence[int]], str]
@@ -110,6 +115,11 @@ class StepVerdicts:
 NO_VERDICTS = StepVerdicts()
 
 
+def is_nan_stop(reason: FinishReason | None) -> bool:
+    """Whether a request was ended since its logits were not numbers."""
+    return isinstance(reason, FinishStop) and reason.matched == NAN_MATCHED
+
+
 def check_finish(
     view: FinishView,
     num_new: int,
@@ -171,6 +181,7 @@ class _TextWatcher:
         # The window reaches back over the longest match that may end with the first new token.
         max_len = max(params.stop_str_max_len, params.stop_regex_max_len)
         self._tail = list(view.output_ids[-(num_new + max_len + TAIL_MARGIN) :])
+        self._is_cut = len(self._tail) < len(view.output_ids)
         # One decode settles the common case, in which no string occurs anywhere.
         whole_text = decode_tail(self._tail)
         if self._patterns or any(text in whole_text for text in self._strs):
@@ -197,9 +208,14 @@ class _TextWatcher:
         return self._check_patterns(text, num_old)
 
     def _check_patterns(self, text: str, num_old: int) -> FinishReason | None:
+        # Part of a character is not what a pattern means.
+        text = text.rstrip("\ufffd")
         for pattern in self._patterns:
+            start = self._first_start(pattern)
             try:
-                for match in compile_stop_regex(pattern).finditer(text, timeout=REGEX_TIMEOUT_S):
+                for match in compile_stop_regex(pattern).finditer(
+                    text, start, timeout=REGEX_TIMEOUT_S
+                ):
                     if match.end() > num_old or not self._must_be_new:
                         return FinishStop(pattern)
             except TimeoutError:
@@ -207,3 +223,14 @@ class _TextWatcher:
                     f"stop_regex {pattern!r} takes too long to match.", 400, "BadRequestError"
                 )
         return None
+
+    def _first_start(self, pattern: str) -> int:
+        """Where matches may begin: not at the cut, which is no beginning of the output.
+
+        Of a pattern whose matches have no upper length, anywhere.
+        """
+        if not self._is_cut or self._decode is None:
+            return 0
+        if regex_window(pattern) >= MAX_STOP_REGEX_WINDOW:
+            return 0
+        return len(self._decode(self._tail[:TAIL_MARGIN]).rstrip("\ufffd"))

@@ -6,9 +6,15 @@ leak or a double use is a fault of the program, and going on would serve wrong K
 
 from __future__ import annotations
 
+import time
+
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+# The walk over a large tree takes part of a second, for which the next request waits.
+_WALK_SHARE = 0.01  # of the time, at most
+_SHORT_WALK_S = 0.001  # nobody notices
 
 
 class InvariantError(RuntimeError):
@@ -29,11 +35,14 @@ class InvariantChecker:
         self.req_to_token_pool = req_to_token_pool
         self.allocator = token_to_kv_pool_allocator
         self.num_checks = 0
+        self._walked_at = 0.0  # by `time.perf_counter`
+        self._walk_s = 0.0  # what the last walk took
 
     def check_idle(self) -> None:
         """Without requests: all rows free, nothing locked, free + cached = all slots.
 
-        Raises InvariantError.
+        And the tree is sound, which is looked at less often where that takes long. Raises
+        InvariantError.
         """
         rows = self.req_to_token_pool
         if rows.available_size() != rows.size:
@@ -50,5 +59,14 @@ class InvariantChecker:
                 f"idle: {free} free + {cached} cached != {self.allocator.size} slots "
                 f"({self.allocator.size - free - cached} lost)"
             )
-        self.tree_cache.check_invariants(0)
+        self._walk_tree()
         self.num_checks += 1
+
+    def _walk_tree(self) -> None:
+        started = time.perf_counter()
+        pause = self._walk_s / _WALK_SHARE if self._walk_s > _SHORT_WALK_S else 0.0
+        if started - self._walked_at < pause:
+            return
+        self.tree_cache.check_invariants(0)
+        self._walked_at = time.perf_counter()
+        self._walk_s = self._walked_at - started

@@ -52,7 +52,7 @@ class ReqStatus(Enum):
     """Life of a request on the scheduler; `Req.set_status` holds the legal moves."""
 
     GRAMMAR = auto()  # its grammar is being compiled
-    WAITING = auto()  # in the waiting queue, holds no slot (a chunked one holds its chunks)
+    WAITING = auto()  # in the waiting queue, holds no slot
     PREFILL = auto()
     DECODE = auto()
     FINISHED = auto()  # also after an abort
@@ -183,6 +183,7 @@ class Req:
         self.logprobs = LogprobState() if recv.return_logprob else None
         self.return_hidden_states = recv.return_hidden_states
         self.hidden_states: list[Any] = []
+        self.num_hidden = 0  # positions up to which they were taken
 
         # What the match of its prefix found out, beside the prefix.
         self.known_len = 0  # tokens that the cache has seen before, of use or not
@@ -585,6 +586,7 @@ class ScheduleBatch:
         """
         self.forward_mode = ForwardMode.DECODE
         self.state_plan = None
+        self.hicache_consumer_index = -1
         if self.step_shape.num_slots > 1:
             self._prepare_for_multi_token_decode()
             return

@@ -51,6 +51,7 @@ from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWe
 from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.srt.managers.waiting_queue import QueueLimits, WaitingQueue
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import MIXED_WEIGHTS
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.weight_updater import WeightUpdater
@@ -116,6 +117,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self._awake_since = 0.0  # by `time.perf_counter`: the iteration had its messages
         self._next_timeout_scan = 0.0
         self._idle_checked = False
+        self._kv_is_mixed = False  # KV of other weights is cached under the tree's fingerprint
         self._released_seen = 0  # `num_released` when the running batch was last filtered
         self.hicache_draft_synced: bool | None = None  # None: no draft pool, or no tiers
         self._maybe_register_hicache_draft()
@@ -412,7 +414,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self._keep_running(self._goes_on)
         batch = self.running_batch
         retracted: list[Req] = []
-        while len(batch) > 1 and not batch.has_decode_memory():
+        while len(batch) > 1 and not self._fits_after_copies(batch):
             victim = max(range(len(batch)), key=lambda i: (batch.reqs[i].remaining_new_tokens, i))
             req = batch.reqs[victim]
             batch.filter([i for i in range(len(batch)) if i != victim])
@@ -421,11 +423,23 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         if retracted:
             self.new_token_ratio.after_retraction(batch.reqs)
             self.reports.on_retract(retracted, self.new_token_ratio.value)
-        if not batch.is_empty() and not batch.has_decode_memory():
+        if not batch.is_empty() and not self._fits_after_copies(batch):
             # Alone and still too long: only another holder of slots (a chunked prompt) can be why.
             # From now on the full output of each is set aside, so they do not meet again.
             self._retract_running()
             self.new_token_ratio.value = 1.0
+
+    def _fits_after_copies(self, batch: ScheduleBatch) -> bool:
+        """Whether a decode step fits, if need be once the copies to the host have ended.
+
+        What a retracted request leaves cannot be evicted while it is being copied.
+        """
+        if batch.has_decode_memory():
+            return True
+        if not self.tree_cache.has_pending_copies():
+            return False
+        self.tree_cache.flush_write_through_acks()
+        return batch.has_decode_memory()
 
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launch one step on the device. Collective over the TP ranks."""
@@ -674,6 +688,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             self.draft_worker.clear_cache_pool()
         if self._weight_updater is not None:
             # An update without a flush or isolation has left the old one in place.
+            self._kv_is_mixed = False
             self.tree_cache.finish_weights_update(self._weight_updater.kv_fingerprint())
         self.forward_ct_decode = 0
         self.reports.reset_counters()
@@ -738,10 +753,19 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def isolate_cached_kv(self) -> None:
         """Let the cache go on under the weights' present fingerprint: old KV only misses.
 
-        Without isolation old KV stays in use; then nothing goes to storage until the next flush.
+        Without isolation old KV stays in use, and new KV is kept beside it under the old name: then
+        nothing goes to storage until the next flush, also if the old weights come back.
         """
         fingerprint = self.weight_updater.kv_fingerprint()
-        if self.config.isolate_weights or fingerprint == self.tree_cache.weights_fingerprint:
+        is_other = fingerprint != self.tree_cache.weights_fingerprint
+        if is_other and self.config.isolate_weights:
+            # They go on, and the old weights may be back before they end.
+            for req in self._held_requests():
+                req.kv_fingerprint = MIXED_WEIGHTS
+        self._kv_is_mixed |= is_other and not self.config.isolate_weights
+        if self._kv_is_mixed:
+            self.tree_cache.prepare_weights_update()
+        else:
             self.tree_cache.finish_weights_update(fingerprint)
 
     def stamp_weight_version(self, version: str) -> None:

@@ -37,6 +37,9 @@ from sglang.srt.mem_cache.swa_allocator import swa_part
 from sglang.srt.mem_cache.tree_components.base import TreeNode
 from sglang.srt.utils.attempt import AttemptState
 
+# `CacheableReq.kv_fingerprint` of KV that no cache may take.
+MIXED_WEIGHTS = "mixed"
+
 
 class CacheableReq(Protocol):
     """What a cache reads and writes of a request.
@@ -80,8 +83,8 @@ class CacheableReq(Protocol):
     def kv_fingerprint(self) -> str | None:
         """The cache's ``weights_fingerprint`` when this request's KV began.
 
-        Set by the scheduler at match time; None: not tracked. KV that spans two fingerprints is
-        never inserted.
+        Set by the scheduler at match time; None: not tracked; MIXED_WEIGHTS: others came since.
+        KV that spans two fingerprints is never inserted.
         """
 
 

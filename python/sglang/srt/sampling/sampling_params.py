@@ -112,7 +112,7 @@ class SamplingParams:
         self.stop_regex_strs = [text for text in _as_list(self.stop_regex) if text]
         # Every token of the match adds at least one byte, however the text was tokenised.
         self.stop_str_max_len = max((len(s.encode()) for s in self.stop_strs), default=0)
-        self.stop_regex_max_len = max(map(_regex_window, self.stop_regex_strs), default=0)
+        self.stop_regex_max_len = max(map(regex_window, self.stop_regex_strs), default=0)
 
     def verify(self, vocab_size: int) -> None:
         """Check every range. Raises ValueError with a sentence that names the field."""
@@ -238,7 +238,7 @@ def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
         raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {exc}") from exc
 
 
-def _regex_window(pattern: str) -> int:
+def regex_window(pattern: str) -> int:
     """Tokens that can hold a match of `pattern`: its longest match, 4 bytes a character."""
     compile_stop_regex(pattern)
     try:
