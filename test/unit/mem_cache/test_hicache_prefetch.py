@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.hicache_storage import StorageError
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
-from sglang.srt.mem_cache.storage_threads import read_batch_size
+from sglang.srt.mem_cache.storage_threads import PrefetchOperation, read_batch_size
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.fakes.controller_rig import MemoryStore
 from sglang.test.fakes.fault_store import Fault, FaultPlan, FaultStore
@@ -524,4 +524,82 @@ def test_storage_errors_are_not_the_schedulers() -> None:
     pages = warm_store([tokens]).pages
     engine = engine_over(Broken(pages))
     assert engine.serve(tokens).loaded_tokens == 0
+    assert_nothing_held(engine)
+
+
+# -- what the device has and the host has not ------------------------------------------------------
+
+
+@trees
+@pytest.mark.parametrize("write_policy", ["write_back", "write_through_selective"])
+@pytest.mark.parametrize(
+    ("num_wanted", "num_stored", "calls"),
+    [(4, 4, set()), (5, 5, set()), (8, 5, {"exists"}), (8, 8, {"exists", "get kv"})],
+)
+def test_only_what_the_device_lacks_is_worth_a_fetch(
+    make_tree: TreeFactory, write_policy: str, num_wanted: int, num_stored: int, calls: set[str]
+) -> None:
+    """Four pages are computed here, and two more at least are worth a fetch."""
+    store = warm_store([prompt(num_stored)])
+    engine = engine_over(
+        store,
+        make_tree=make_tree,
+        write_policy=write_policy,
+        extra_config=f'{{"prefetch_threshold": {2 * PAGE}}}',
+    )
+    engine.run(prompt(4))
+    engine.settle()
+    assert engine.cached(prompt(num_wanted)) == (4 * PAGE, 0)
+    store.calls.clear()
+    req = engine.serve(prompt(num_wanted))
+    assert {call for call, _ in store.calls if call in ("exists", "get kv")} == calls
+    assert req.loaded_tokens == (4 * PAGE if "get kv" in calls else 0)
+    engine.check_host()
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(("host_pages", "num_loaded"), [(5, 0), (6, 2)])
+def test_a_short_host_pool_that_has_room_only_for_what_the_device_has(
+    host_pages: int, num_loaded: int
+) -> None:
+    tokens = prompt(8)
+    engine = engine_over(
+        warm_store([tokens]),
+        write_policy="write_back",
+        host_size=host_pages * PAGE,
+        extra_config=f'{{"prefetch_threshold": {2 * PAGE}}}',
+    )
+    engine.run(prompt(4))
+    assert engine.serve(tokens).loaded_tokens == num_loaded * PAGE
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_read_that_ends_while_a_tick_looks_at_it_is_not_thrown_away(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    tokens = prompt(10)
+    reduction = None if num_ranks == 1 else lambda values: values
+    engine = engine_over(warm_store([tokens]), min_reduce=reduction)
+    req = submitted(engine, tokens)
+    engine.controller.step_query()
+    engine.tick()
+    looks = [PrefetchOperation.is_done.fget, PrefetchOperation.completed_tokens.fget]
+
+    def looking(look: Callable[[PrefetchOperation], int]) -> Callable[[PrefetchOperation], int]:
+        def then_reading(operation: PrefetchOperation) -> int:
+            seen = look(operation)
+            engine.controller.step_read()  # the other thread gets its turn behind each look
+            return seen
+
+        return then_reading
+
+    for name, look in zip(("is_done", "completed_tokens"), looks):
+        monkeypatch.setattr(PrefetchOperation, name, property(looking(look)))
+    engine.tick()
+    monkeypatch.undo()
+    engine.tick()
+    assert engine.admit(req)
+    assert req.loaded_tokens == 40
+    engine.finish(req)
     assert_nothing_held(engine)

@@ -138,7 +138,7 @@ class WaitingQueue:
         for req in self._reqs:
             if len(admitted) >= room:
                 break
-            if not self._tree_cache.check_prefetch_progress(req.rid):
+            if self._is_being_fetched(req):
                 continue
             req.storage_loaded_tokens += self._tree_cache.pop_prefetch_loaded_tokens(req.rid)
             req.init_next_round_input(self._tree_cache)
@@ -149,6 +149,15 @@ class WaitingQueue:
                 break
         if admitted:
             self._reqs = [req for req in self._reqs if req not in admitted]
+
+    def _is_being_fetched(self, req: Req) -> bool:
+        cache = self._tree_cache
+        if not cache.check_prefetch_progress(req.rid):
+            return True
+        if not cache.has_followed_prefetch(req.rid):
+            return False
+        self._prefetch(req)
+        return not cache.check_prefetch_progress(req.rid)
 
     def remove(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Take out the requests that match and give up what is under way for them; returns them.

@@ -437,6 +437,13 @@ class BasePrefixCache(ABC):
         """Return whether the request may be scheduled as far as its prefetch is concerned."""
         return True
 
+    def has_followed_prefetch(self, rid: str) -> bool:
+        """Return whether the request waited for another one's prefetch, which has ended.
+
+        What that did not bring is still to be asked for.
+        """
+        return False
+
     def terminate_prefetch(self, rid: str) -> None:
         """Ask a prefetch to stop where it is."""
 

@@ -1,7 +1,7 @@
 """Life of the fetches storage -> host: ask, decide on the hit, stop, insert, abort.
 
 Owns the table of prefetches, their capacity, and when one ends. Does not own the queries and reads
-(``managers/cache_controller.py``), the order of the tick (``hicache_base.py``) nor the copies
+(``storage_io.py``), the order of the tick (``hicache_base.py``) nor the copies
 between host and device (``hicache_tiers.py``). Scheduler thread only; no collective.
 
 One prefetch:
@@ -17,6 +17,9 @@ Host pages of a prefetch, and who frees them; [0, usable) is what all ranks have
 
 Pages of pools with slots of their own are all the tree's or all released: a span is of use only
 whole where such pools are (``PrefetchOperation``).
+
+A request whose pages another one's prefetch brings waits for that instead of asking for them again
+(`_prefetch_ahead`); when it has ended, whoever queues the request asks for what is still missing.
 
 Pages go through the release queues one an item, so that ranks whose reads got differently far free
 the same number at the same tick. Entries are (request, attempt): results of an earlier attempt of
@@ -35,6 +38,7 @@ from typing import ClassVar
 from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
 from sglang.srt.mem_cache.hicache_records import (
     FetchedSpan,
+    FollowedPrefetch,
     PrefetchEntry,
 )
 from sglang.srt.mem_cache.hicache_tiers import HiCacheTiers
@@ -66,6 +70,8 @@ class HiCachePrefetch(HiCacheTiers):
         self._reported_totals: defaultdict[str, float] = defaultdict(float)  # of storage, by metric
         self.ongoing_prefetch: dict[str, PrefetchEntry] = {}
         self.prefetch_loaded_tokens_by_reqid: dict[str, int] = {}
+        # Requests that wait for another one's prefetch.
+        self._following: dict[str, FollowedPrefetch] = {}
         self._num_attempts = 0
         # Pages that have left a table of this thread and are to come back through the release
         # queue, less those that came back; below 0 when they come back first.
@@ -126,12 +132,14 @@ class HiCachePrefetch(HiCacheTiers):
         and ``prefix_keys`` are computed here: they belong to where the fetch begins.
         ``extra_key``: the request's namespace; the root has none to offer.
 
-        Does nothing where storage is off or paused, the tokens are fewer than the threshold or
-        enough is being fetched. An earlier attempt of the same request is given up.
+        Does nothing where storage is off or paused, the tokens behind the match are fewer than the
+        threshold or enough is being fetched. An earlier attempt of the same request is given up.
+        Where a prefetch under way begins with the same pages, the request waits for that one first.
         """
+        followed = self._following.get(rid)
+        self.release_aborted_request(rid)
         if not self.enable_storage or self._storage_is_paused:
             return
-        self.release_aborted_request(rid)
         anchor = matched_node or last_host_node or self.root_node
         unsaved: list[TreeNode] = []
         while not anchor.backuped and anchor.parent is not None:
@@ -143,11 +151,42 @@ class HiCachePrefetch(HiCacheTiers):
         key = key.page_aligned(self.page_size)
         if anchor is not self.root_node and anchor.key.namespace != key.namespace:
             return
-        if len(key) < max(self.prefetch_threshold, 1) or self.prefetch_rate_limited():
+        num_unsaved = sum(len(node.key) for node in unsaved)
+        if not self._is_worth_it(len(key), num_unsaved):
             return
-        self._begin_prefetch(rid, anchor, key)
+        ahead = None if followed else self._prefetch_ahead(anchor, key, num_unsaved)
+        if ahead is not None:
+            self._following[rid] = FollowedPrefetch(
+                rid=ahead.operation.request_id,
+                attempt=ahead.attempt,
+                start_time=self.hicache.clock(),
+            )
+        elif not self.prefetch_rate_limited():
+            # Storage that is slow for two in a row is waited for once.
+            start_time = followed.start_time if followed else self.hicache.clock()
+            self._begin_prefetch(rid, anchor, key, num_unsaved, start_time)
 
-    def _begin_prefetch(self, rid: str, anchor: TreeNode, key: RadixKey) -> None:
+    def _prefetch_ahead(
+        self, anchor: TreeNode, key: RadixKey, num_unsaved: int
+    ) -> PrefetchEntry | None:
+        """The prefetch under way that brings enough of what continues ``anchor`` with ``key``."""
+        for entry in self.ongoing_prefetch.values():
+            if (
+                entry.anchor.node is anchor
+                and not entry.is_stopping
+                and entry.key.namespace == key.namespace
+                and self._is_worth_it(entry.key.match(key, self.page_size), num_unsaved)
+            ):
+                return entry
+        return None
+
+    def _is_worth_it(self, num_tokens: int, num_unsaved: int) -> bool:
+        """Whether to fetch so many tokens, of which the device has the first ``num_unsaved``."""
+        return num_tokens - num_unsaved >= max(self.prefetch_threshold, 1)
+
+    def _begin_prefetch(
+        self, rid: str, anchor: TreeNode, key: RadixKey, num_unsaved: int, start_time: float
+    ) -> None:
         hashes_before = self.page_hashes(anchor)
         prefix_keys = None
         if self.storage_options.hicache_storage_pass_prefix_keys:
@@ -167,7 +206,8 @@ class HiCachePrefetch(HiCacheTiers):
             anchor=self._take_host_lock(anchor),
             key=key,
             num_tokens=len(key),
-            start_time=self.hicache.clock(),
+            num_unsaved=num_unsaved,
+            start_time=start_time,
         )
 
     def path_hashes(self, node: TreeNode) -> list[PageHash]:
@@ -190,16 +230,17 @@ class HiCachePrefetch(HiCacheTiers):
         if operation.is_terminated:
             self._revoke_pending_prefetch(entry)
             return
-        if num_hit < max(self.prefetch_threshold, 1):
+        if not self._is_worth_it(num_hit, entry.num_unsaved):
             logger.debug(
-                "Prefetch of %s revoked: %d tokens in storage, threshold %d",
+                "Prefetch of %s revoked: %d tokens in storage, %d on the device, threshold %d",
                 operation.request_id,
                 num_hit,
+                entry.num_unsaved,
                 self.prefetch_threshold,
             )
             self._revoke_pending_prefetch(entry)
             return
-        num_pages = self._alloc_hit(operation)
+        num_pages = self._alloc_hit(operation, entry.num_unsaved)
         if num_pages == 0:
             logger.debug("Prefetch of %s revoked: no room on the host", operation.request_id)
             self._revoke_pending_prefetch(entry)
@@ -208,7 +249,7 @@ class HiCachePrefetch(HiCacheTiers):
         operation.hash_value = operation.hash_value[:num_pages]
         self.cache_controller.prefetch_buffer.put(operation)
 
-    def _alloc_hit(self, operation: PrefetchOperation) -> int:
+    def _alloc_hit(self, operation: PrefetchOperation, num_unsaved: int) -> int:
         """Give an operation host slots for its hit, or for the longest usable part of it that has
         room and is worth it; return its pages, 0 for none."""
         page, pool = self.page_size, self.cache_controller.mem_pool_host
@@ -220,7 +261,7 @@ class HiCachePrefetch(HiCacheTiers):
         if self._alloc_pages(operation, num_pages):
             return num_pages
         fits = operation.usable_pages(min(num_pages, pool.available_size() // page))
-        is_worth_it = fits * page >= max(self.prefetch_threshold, 1)
+        is_worth_it = self._is_worth_it(fits * page, num_unsaved)
         return fits if is_worth_it and self._alloc_pages(operation, fits) else 0
 
     def _extra_sizes(self, num_pages: int) -> dict[PoolName, int]:
@@ -265,13 +306,6 @@ class HiCachePrefetch(HiCacheTiers):
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def can_terminate_prefetch(self, operation: PrefetchOperation) -> bool:
-        """Return whether a prefetch has nothing left to do here, or is overdue by its policy."""
-        entry = self.ongoing_prefetch.get(operation.request_id)
-        if operation.is_done or entry is None or entry.attempt != operation.attempt:
-            return True
-        return self._is_overdue(entry)
-
     def _is_overdue(self, entry: PrefetchEntry) -> bool:
         """Whether the policy's clock says stop; best_effort stops when the request is reached."""
         if self.prefetch_stop_policy == "best_effort":
@@ -288,12 +322,27 @@ class HiCachePrefetch(HiCacheTiers):
         Under best_effort getting here is what stops the prefetch; what it has read by then is taken
         at the next tick.
         """
+        followed = self._following.get(rid)
+        if followed is not None:
+            return self._may_leave(rid, followed)
         entry = self.ongoing_prefetch.get(rid)
         if entry is None:
             return True
         if self.prefetch_stop_policy == "best_effort":
             self.terminate_prefetch(rid)
         return rid not in self.ongoing_prefetch
+
+    def _may_leave(self, rid: str, followed: FollowedPrefetch) -> bool:
+        """Whether a request need not wait for another one's prefetch any longer."""
+        if self.prefetch_stop_policy == "best_effort":
+            del self._following[rid]
+            return True
+        entry = self.ongoing_prefetch.get(followed.rid)
+        return entry is None or entry.attempt != followed.attempt
+
+    def has_followed_prefetch(self, rid: str) -> bool:
+        """See ``BasePrefixCache``."""
+        return rid in self._following
 
     def terminate_prefetch(self, rid: str) -> None:
         """See ``BasePrefixCache``. One without host pages is over; else the next tick takes it."""
@@ -354,11 +403,13 @@ class HiCachePrefetch(HiCacheTiers):
 
     def pop_prefetch_loaded_tokens(self, rid: str) -> int:
         """See ``BasePrefixCache``."""
+        self._following.pop(rid, None)
         return self.prefetch_loaded_tokens_by_reqid.pop(rid, 0)
 
     def release_aborted_request(self, rid: str) -> None:
         """See ``BasePrefixCache``; idempotent."""
         self.prefetch_loaded_tokens_by_reqid.pop(rid, None)
+        self._following.pop(rid, None)
         entry = self.ongoing_prefetch.get(rid)
         if entry is not None:
             self._abort_prefetch(entry)

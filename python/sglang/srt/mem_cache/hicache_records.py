@@ -105,6 +105,7 @@ class PrefetchEntry:
     """A fetch storage -> host under way for one attempt of a request.
 
     ``key`` continues ``anchor``. ``num_tokens``: what it counts against the capacity.
+    ``num_unsaved``: leading tokens that the device had when it began, and the host had not.
     ``is_stopping``: its progress is frozen and taken at the next tick.
     """
 
@@ -113,6 +114,7 @@ class PrefetchEntry:
     anchor: HostLock
     key: RadixKey
     num_tokens: int
+    num_unsaved: int
     start_time: float
     is_stopping: bool = False
 
@@ -120,6 +122,15 @@ class PrefetchEntry:
     def is_allocated(self) -> bool:
         """Whether it has host pages."""
         return self.operation.host_indices is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedPrefetch:
+    """Another request's prefetch that one waits for since ``start_time``, on the tree's clock."""
+
+    rid: str
+    attempt: int
+    start_time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

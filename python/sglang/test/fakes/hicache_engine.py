@@ -238,6 +238,9 @@ class HiCacheEngine(FakeEngine):
     def submit(self, req: HiReq) -> None:
         """Put a request into the waiting queue, its prefetch begun."""
         self.waiting.append(req)
+        self._prefetch(req)
+
+    def _prefetch(self, req: HiReq) -> None:
         match = self._match(req)
         num_matched = len(match.device_indices) + match.host_hit_length
         self.tree.prefetch_from_storage(
@@ -262,6 +265,10 @@ class HiCacheEngine(FakeEngine):
         assert isinstance(req, HiReq)
         if not self.tree.check_prefetch_progress(req.rid):
             return False
+        if self.tree.has_followed_prefetch(req.rid):
+            self._prefetch(req)
+            if not self.tree.check_prefetch_progress(req.rid):
+                return False
         rows = self.req_pool.alloc(1)
         if rows is None:
             return False
