@@ -99,6 +99,7 @@ class Operated:
         while not condition():
             assert time.monotonic() < deadline, "waited in vain"
             self.engine.tick()
+            self.now += 0.02
             self.control.poll(self.now)
             time.sleep(0.001)
 
@@ -241,6 +242,31 @@ def test_a_backend_that_cannot_be_let_go_of_is_not_called_attached(
     status = operated.control.status()
     assert status["hicache_storage_backend"] == "memory"
     assert status["hicache_storage_backend_extra_config"] == '{"prefetch_threshold": 3}'
+    operated.engine.tree.shutdown()
+
+
+def test_requests_are_served_while_a_backend_is_waited_for() -> None:
+    operated = Operated()
+    assert operated.attach().success
+    gate = operated.hang()
+    started = time.monotonic()
+    assert operated.begin(DetachHiCacheStorageReqInput()) is None
+    assert time.monotonic() - started < 1.0, "the scheduler waits for the backend"
+    assert operated.control.status()["hicache_storage_backend_detaching"] == "memory"
+    again = operated.begin(DetachHiCacheStorageReqInput())
+    assert again is not None and "is being detached" in again.message
+    attach = operated.begin(attachment())
+    assert attach is not None and "is being detached" in attach.message
+    operated.busy = "one request runs"
+    for _ in range(100):
+        operated.now += 0.02
+        operated.engine.tick()
+        operated.control.poll(operated.now)
+    assert not operated.late_replies
+    operated.busy = None
+    gate.open()
+    assert operated.end().success
+    assert operated.attach().success
     operated.engine.tree.shutdown()
 
 

@@ -111,6 +111,38 @@ def test_faults_of_storage_are_counted_for_each_attachment() -> None:
         assert counted[f"storage_{name}"] == 2 * count
 
 
+@pytest.mark.parametrize("broken", ["num_damaged_pages", "fault_counts"])
+@pytest.mark.parametrize("answer", [OSError("away"), None, {"io_errors": "many"}])
+def test_a_backend_whose_counts_fail_costs_the_counts_alone(
+    caplog: pytest.LogCaptureFixture, broken: str, answer: Any
+) -> None:
+    counted: Counter[str] = Counter()
+
+    def count() -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    engine = engine_of(metrics=lambda name, amount: counted.update({name: amount}))
+    setattr(engine.store, broken, count)
+    for first in (0, 100):
+        engine.run(prompt(2, first=first))
+        engine.settle()
+    assert engine.tree.detach_storage_backend()[0]
+    assert counted["storage_write_bytes"] > 0 and not counted["storage_io_errors"]
+    told = [record for record in caplog.records if "cannot say what" in record.message]
+    assert len(told) == 1  # however often it fails
+
+
+def test_counts_under_names_of_a_backends_own_are_left_out() -> None:
+    counted: Counter[str] = Counter()
+    engine = engine_of(metrics=lambda name, amount: counted.update({name: amount}))
+    engine.store.fault_counts = lambda: {"moods": 3, "outages": 2}  # type: ignore[method-assign]
+    engine.run(prompt(2))
+    engine.settle()
+    assert counted["storage_outages"] == 2 and "storage_moods" not in counted
+
+
 def test_storage_traffic_is_counted() -> None:
     store = MemoryStore()
     for way in ("write", "read"):
@@ -199,6 +231,32 @@ def test_clearing_while_writes_are_queued_lets_no_page_come_back() -> None:
     assert not store.pages
     assert only_node(engine).unstored_from == 0
     engine.check()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_what_is_fetched_while_storage_is_cleared_is_written_again(num_steps: int) -> None:
+    tokens = prompt(5)
+    store = MemoryStore()
+    writer = engine_of(store=store)
+    writer.run(tokens)
+    writer.settle()
+    engine = engine_of(store=store, prefetch_policy="wait_complete")
+    req = HiReq(rid="r", origin_input_ids=tokens)
+    engine.submit(req)
+    for step in (engine.controller.step_query, engine.controller.step_read)[:num_steps]:
+        step()
+        if num_steps == 2 and step == engine.controller.step_query:
+            engine.tick()  # it gets its host pages
+    assert engine.tree.clear_storage_backend()
+    engine.check()
+    engine.settle()
+    assert engine.admit(req) and engine.extend(req, len(tokens) - req.kv_committed_len)
+    engine.finish(req)
+    engine.settle()
+    longer = [*tokens[:-1], *range(900, 904)]
+    engine.run([*longer, 7])
+    engine.settle()
+    assert fresh_hit(store, [*longer, 7]) == 6 * PAGE
 
 
 def test_leaving_write_back_needs_prefixes_on_the_host() -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
+from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.storage_threads import StorageOperation
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.test.fakes.controller_rig import Gate, MemoryStore
+from sglang.test.fakes.fault_store import Fault, FaultPlan, FaultStore
 from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq, TreeFactory
+from sglang.test.fakes.hicache_model import Reduction
 
 PAGE = 4
 
@@ -161,6 +166,84 @@ def test_detaching_from_storage_that_hangs_is_refused_until_it_lets_go() -> None
     settled(engine)
     engine.evict_all()
     assert engine.tree.evict_host(160) == 16  # nothing is pinned any more
+    engine.tree.shutdown()
+
+
+def test_ranks_stay_in_step_where_storage_hangs_on_one_of_them() -> None:
+    ticks, queries = Reduction(2), Reduction(2)
+    hanging = FaultStore(plans=[FaultPlan(fault=Fault.HANG, call="set", nth=None)])
+    ranks = [
+        threaded(
+            store=store,
+            host_size=4 * PAGE,
+            min_reduce=ticks.of_rank(rank),
+            controller_options={"prefetch_min_reduce": queries.of_rank(rank)},
+        )
+        for rank, store in enumerate((hanging, FaultStore()))
+    ]
+
+    def on_all(action: Callable[[HiCacheEngine], Any]) -> list[Any]:
+        return list(pool.map(action, ranks))
+
+    def ticked(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            on_all(HiCacheEngine.tick)
+        on_all(HiCacheEngine.check)
+        assert ranks[0].dump() == ranks[1].dump()
+        assert ranks[0].tree.has_pending_transfers() == ranks[1].tree.has_pending_transfers()
+
+    with ThreadPoolExecutor(2) as pool:
+        on_all(lambda engine: engine.run(prompt(2)))
+        ticked(lambda: all(engine.tree.ongoing_backup for engine in ranks))
+        hanging.wait_until_hanging()
+        acks = ranks[1].any_controller.ack_backup_queue
+        ticked(lambda: acks.qsize() == 1)
+        attempts = (
+            HiCacheTreeBase.detach_storage_backend,
+            # Goes well on the other rank, where it is undone.
+            lambda tree: tree.attach_storage_backend(storage_backend="memory"),
+            HiCacheTreeBase.detach_storage_backend,
+        )
+        for attempt in attempts:
+            outcomes = on_all(lambda engine, attempt=attempt: attempt(engine.tree))
+            assert [success for success, _ in outcomes] == [False, False]
+            ticked(lambda: True)
+        assert all(engine.tree.ongoing_backup for engine in ranks)
+        hanging.release()
+        ticked(lambda: not any(engine.tree.has_pending_transfers() for engine in ranks))
+        for first in (100, 200):  # the host is full and has to evict
+            on_all(lambda engine, first=first: engine.run(prompt(2, first=first)))
+            on_all(HiCacheEngine.evict_all)
+            ticked(lambda: True)
+        assert all(on_all(lambda engine: engine.tree.detach_storage_backend()[0]))
+        ticked(lambda: True)
+        on_all(lambda engine: engine.tree.shutdown())
+
+
+def test_a_flush_right_behind_the_last_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    posted, taken = threading.Event(), threading.Event()
+    finish = StorageOperation.finish
+
+    def slowly(operation: StorageOperation, post_ack: Any, release: Any) -> None:
+        def post(acked: StorageOperation) -> None:
+            post_ack(acked)
+            posted.set()
+            taken.wait(0.1)  # the tick has the acknowledgement, this thread has not gone on
+
+        finish(operation, post, release)
+
+    monkeypatch.setattr(StorageOperation, "finish", slowly)
+    engine = threaded()
+    engine.run(prompt(2))
+    tick_until(engine, posted.is_set)
+    engine.tick()
+    assert not engine.tree.has_pending_transfers()
+    engine.flush()
+    taken.set()
+    settled(engine)
+    assert engine.host.available_size() == 160 and engine.tree._num_returning_pages == 0
     engine.tree.shutdown()
 
 

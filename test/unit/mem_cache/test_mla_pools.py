@@ -198,7 +198,6 @@ class Rank:
         self.controller.attach_storage_backend(
             backend="file",
             extra_config={"file_storage_path": str(folder), "max_size": 0, "min_free_space": 0},
-            prefetch_threshold=PAGE,
             seed_fn=lambda key: b"seed",
         )
 

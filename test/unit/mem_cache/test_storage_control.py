@@ -62,18 +62,10 @@ def test_counts_survive_the_vector():
 
 
 def test_one_rank_needs_no_reduction():
-    def never(_: list[int]) -> list[int]:
-        raise AssertionError("a collective with one rank")
-
-    rank = Rank(world_size=1, min_reduce=never)
+    rank = Rank()
     rank.post(hits="ab", releases="x")
     want = TickCounts(write_acks=3, hits=2, releases=1, extra_releases=(0,))
     assert rank.control.sync(3, 0) == want
-
-
-def test_many_ranks_need_a_reduction():
-    with pytest.raises(ValueError, match="2 ranks"):
-        Rank(world_size=2)
 
 
 def run_tick(ranks: list[Rank], acks: list[tuple[int, int]]) -> list[TickCounts]:
@@ -107,7 +99,7 @@ def test_every_tick_is_one_reduction_of_one_shape():
         lengths.append(len(vector))
         return vector
 
-    rank = Rank(world_size=2, min_reduce=reduce)
+    rank = Rank(min_reduce=reduce)
     rank.control.sync(0, 0)
     rank.post(hits="a", backups="b", releases="c", extra="d")
     rank.control.sync(1, 1)

@@ -118,7 +118,6 @@ def test_a_prefetch_keeps_the_identity_of_its_beginning(make_rig):
     rig.controller.attach_storage_backend(
         backend="memory",
         extra_config={},
-        prefetch_threshold=1,
         seed_fn=lambda key: seed_for(fingerprint[0])(key),
     )
     rig.to_storage(rig.key(2))

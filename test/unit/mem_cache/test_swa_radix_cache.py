@@ -73,7 +73,7 @@ A = list(range(100, 130))
 
 
 def test_a_long_prompt_keeps_its_last_window_longest() -> None:
-    engine = make(write_policy="write_back")  # the host does not help
+    engine = make(write_policy="write_through_selective")  # the host does not help
     engine.run(A)
     assert hit(engine, A) == 30
     assert drop_rows(engine, 1) == 25
@@ -168,7 +168,7 @@ def test_locks_of_several_users_reach_as_far_as_each_needs() -> None:
 
 
 def test_computing_again_gives_a_node_its_rows_back_in_place() -> None:
-    engine = make(write_policy="write_back")  # the host does not help
+    engine = make(write_policy="write_through_selective")  # the host does not help
     engine.run(A)
     drop_rows(engine, 1)
     tree = tree_of(engine)
@@ -332,6 +332,51 @@ def test_a_window_comes_back_above_an_end_that_the_host_does_not_have() -> None:
     engine.check()
     engine.finish(again)
     settle(engine)
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+def test_rows_of_an_inner_node_are_saved_before_they_go_alone(write_policy: str) -> None:
+    engine = make(write_policy=write_policy)
+    head = A[:20]
+    engine.run(head)
+    engine.run([*head, *range(50, 55)])
+    settle(engine)
+    assert drop_rows(engine, 20) == 20
+    settle(engine)
+    assert engine.cached([*head, 9]) == (0, 20)
+    assert engine.run([*head, 9]) == 20  # read back by what verifies each window
+    settle(engine)
+    engine.check_host()
+
+
+def test_rows_before_the_last_window_of_a_long_leaf_are_saved_too() -> None:
+    engine = make(write_policy="write_back")
+    engine.run(A)
+    assert drop_rows(engine, 25) == 25
+    settle(engine)
+    assert (hit(engine, A), engine.cached(A[:25])) == (30, (0, 25))
+    engine.check_host()
+
+
+@pytest.mark.parametrize("host_rows", [14, 18, 22])
+def test_rows_to_be_loaded_stay_while_room_is_made_for_them(host_rows: int) -> None:
+    engine = make(write_policy="write_back", rows=96, host_rows=host_rows)
+    prompts = [A[:12], *([n, *A[:4]] for n in range(18))]
+    engine.run(A[:9])
+    engine.run(prompts[0])
+    engine.evict_all()
+    for tokens in prompts[1:]:
+        engine.run(tokens)
+    settle(engine)
+    # Twelve slots, of which six are free: several others go to the host, their windows too.
+    again = HiReq(rid="again", origin_input_ids=[*prompts[0], 7])
+    engine.submit(again)
+    assert engine.admit(again) and again.host_tokens == 12
+    assert engine.extend(again, 1)  # looks at the window
+    engine.check()
+    engine.finish(again)
+    settle(engine)
+    engine.check_host()
 
 
 def test_without_room_on_the_host_slots_are_backed_up_without_their_rows() -> None:

@@ -1,8 +1,9 @@
 """Control requests of the hierarchical cache's storage: attach, detach, clear, status.
 
-Owns what was configured last (it is echoed to clients) and the attachment under way: a backend is
-made in a thread while the scheduler serves, and attached at the first idle moment after that. The
-tree does the work. Scheduler thread only; every rank handles the same messages in the same order
+Owns what was configured last (it is echoed to clients) and what takes time: a backend is made in a
+thread while the scheduler serves, and attached at the first idle moment after that; one whose calls
+hang is asked again and again whether it can be let go of, while requests go on without it. The tree
+does the work. Scheduler thread only; every rank handles the same messages in the same order
 and polls equally often.
 """
 
@@ -34,6 +35,10 @@ _PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 _WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 # How long a backend that is ready waits for an idle moment.
 _IDLE_WAIT_S = 30.0
+# How long calls of a backend that is detached may take: with the scheduler waiting, and in all.
+_SHORT_WAIT_S = 0.1
+_HANG_WAIT_S = 10.0
+_LOOK_INTERVAL_S = 0.5
 
 Reply = Callable[[Any, ControlReqOutput], None]
 """``reply(request, answer)``: send an answer that comes later."""
@@ -46,6 +51,16 @@ class _Attachment:
     request: AttachHiCacheStorageReqInput
     opening: BackendOpening
     last_moment: float | None = None
+
+
+@dataclass(slots=True)
+class _Detachment:
+    """One whose backend hangs. Unix times, known from the first poll on."""
+
+    request: DetachHiCacheStorageReqInput
+    message: str  # why it is not over
+    last_moment: float | None = None
+    next_look: float = 0.0
 
 
 class HiCacheControl:
@@ -71,6 +86,7 @@ class HiCacheControl:
         self._prefetch_policy = prefetch_policy
         self._write_policy = write_policy
         self._pending: _Attachment | None = None
+        self._detachment: _Detachment | None = None
         self._why_busy: Callable[[], str | None] = lambda: "it is starting"  # set by start
         self._reply: Reply = lambda recv, reply: None  # set by start
 
@@ -101,10 +117,6 @@ class HiCacheControl:
     def handlers(self) -> dict[type, Callable[[Any], ControlReqOutput | None]]:
         """Message type -> handler that returns the reply, or None where it comes later."""
 
-        def detach(recv: DetachHiCacheStorageReqInput) -> ControlReqOutput:
-            success, message = self._detach()
-            return DetachHiCacheStorageReqOutput(success=success, message=message)
-
         def clear(recv: ClearHiCacheReqInput) -> ControlReqOutput:
             cleared = self._tree_cache.clear_storage_backend()
             message = "" if cleared else self._why_not_cleared()
@@ -117,7 +129,7 @@ class HiCacheControl:
 
         return {
             AttachHiCacheStorageReqInput: self._begin_attaching,
-            DetachHiCacheStorageReqInput: detach,
+            DetachHiCacheStorageReqInput: self._begin_detaching,
             ClearHiCacheReqInput: clear,
             GetHiCacheStatusReqInput: status,
         }
@@ -185,14 +197,49 @@ class HiCacheControl:
         if self._pending is not None:
             name = self._pending.request.hicache_storage_backend
             return f"Storage backend {name} is being attached; wait for its answer, or detach it."
+        if self._detachment is not None:
+            return f"{self._backend} is being detached; wait for the answer."
         busy = self._why_busy()
         return None if busy is None else f"Storage is attached to an idle server only: {busy}"
 
     def poll(self, now: float) -> None:
-        """Go on with the attachment under way. Collective while there is one; once a loop.
+        """Go on with what is under way. Collective while there is something; once a loop.
 
         ``now``: unix time, the same on every rank.
         """
+        self._go_on_detaching(now)
+        self._go_on_attaching(now)
+
+    def _begin_detaching(self, recv: DetachHiCacheStorageReqInput) -> ControlReqOutput | None:
+        """Detach or refuse; None where calls of the backend hang, and `poll` goes on."""
+        if self._detachment is not None:
+            refusal = f"{self._backend} is being detached; wait for the answer."
+            return DetachHiCacheStorageReqOutput(success=False, message=refusal)
+        was_attached = self._is_attached
+        success, message = self._detach()
+        if success or self._is_attached or not was_attached:
+            return DetachHiCacheStorageReqOutput(success=success, message=message)
+        self._detachment = _Detachment(recv, message)
+        return None
+
+    def _go_on_detaching(self, now: float) -> None:
+        detachment = self._detachment
+        if detachment is None or now < detachment.next_look:
+            return
+        if detachment.last_moment is None:
+            detachment.last_moment = now + _HANG_WAIT_S
+        detachment.next_look = now + _LOOK_INTERVAL_S
+        success = False
+        if self._why_busy() is None:
+            success, detachment.message = self._detach()
+        if success or now >= detachment.last_moment:
+            self._detachment = None
+            if not success:
+                logger.warning("Storage not detached: %s", detachment.message)
+            output = DetachHiCacheStorageReqOutput(success=success, message=detachment.message)
+            self._reply(detachment.request, output)
+
+    def _go_on_attaching(self, now: float) -> None:
         pending = self._pending
         if pending is None:
             return
@@ -261,7 +308,7 @@ class HiCacheControl:
         busy = self._why_busy()
         if busy:
             return False, f"Storage is detached from an idle server only: {busy}"
-        success, message = self._tree_cache.detach_storage_backend()
+        success, message = self._tree_cache.detach_storage_backend(_SHORT_WAIT_S)
         if success:
             logger.info("Storage backend %s detached", self._backend)
             self._backend = None

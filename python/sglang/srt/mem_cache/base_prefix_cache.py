@@ -498,8 +498,12 @@ class BasePrefixCache(ABC):
         """Attach storage at run time; (success, message)."""
         return False, "hierarchical cache is not enabled"
 
-    def detach_storage_backend(self) -> tuple[bool, str]:
-        """Detach storage at run time; (success, message)."""
+    def detach_storage_backend(self, wait_s: float | None = None) -> tuple[bool, str]:
+        """Detach storage at run time; (success, message).
+
+        `wait_s`: how long calls of the backend may take to return, None: the join timeout. Where
+        they do not, storage is off and this is to be called again.
+        """
         return False, "hierarchical cache is not enabled"
 
     def clear_storage_backend(self) -> bool:

@@ -2,7 +2,7 @@
 
 Owns what the three documented trees share besides the walk (``component_tree.py``), the copies
 between device and host (``hicache_tiers.py``) and prefetches (``hicache_prefetch.py``). A variant
-fills in the nine hooks of ``hicache_tiers.py`` and overrides nothing here. Scheduler thread only.
+fills in the hooks of ``hicache_tiers.py`` and overrides nothing here. Scheduler thread only.
 
 **The tick** (``check_hicache_events``) is the only place where ranks talk, once per scheduler loop
 on every rank, whatever its queues hold:
@@ -49,6 +49,7 @@ from sglang.srt.mem_cache.hicache_tiers import split_in
 from sglang.srt.mem_cache.memory_pool_host import PoolEntry
 from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.storage.extra_config import ExtraConfig, parse_extra_config
+from sglang.srt.mem_cache.storage.rate_limited_log import RateLimitedLog
 from sglang.srt.mem_cache.storage_control import StorageControlQueues, TickCounts
 from sglang.srt.mem_cache.storage_threads import StorageOperation
 from sglang.srt.mem_cache.tree_components.base import ComponentType, InvariantError, TreeNode
@@ -89,6 +90,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         super().__init__(params, components)
         self.ongoing_backup: dict[int, BackupEntry] = {}
         self._orphaned_backups: set[int] = set()  # of nodes that a reset has forgotten
+        self._backend_log = RateLimitedLog(logger)
         if params.hicache is None:
             return
         _check_policies(params.hicache.write_policy, params.hicache.prefetch_policy)
@@ -106,14 +108,12 @@ class HiCacheTreeBase(HiCachePrefetch):
 
     def _make_control_queues(self) -> StorageControlQueues:
         controller = self.cache_controller
-        min_reduce = self.hicache.min_reduce
         return StorageControlQueues(
             hit=controller.prefetch_hit_queue,
             backup=controller.ack_backup_queue,
             release=controller.host_mem_release_queue,
             extra_release=tuple(controller.extra_host_mem_release_queues.values()),
-            world_size=1 if min_reduce is None else 2,
-            min_reduce=min_reduce,
+            min_reduce=self.hicache.min_reduce,
         )
 
     @property
@@ -159,9 +159,11 @@ class HiCacheTreeBase(HiCachePrefetch):
         entries = self._progress_table()
         operations = [entry.operation for entry in entries]
         backups = _peek(self.cache_controller.ack_backup_queue, counts.backups)
+        # Looked at before the tokens: what is over by now has all that it ever will have.
+        over = [int(operation.is_done) for operation in operations]
         vector = [
             *(operation.completed_tokens for operation in operations),
-            *(int(operation.is_done) for operation in operations),
+            *over,
             *(-int(self._is_overdue(entry)) for entry in entries),
             *(operation.completed_tokens for operation in backups),
         ]
@@ -228,18 +230,28 @@ class HiCacheTreeBase(HiCachePrefetch):
             return
         stats = self.cache_controller.storage_stats
         totals: dict[str, float] = {
-            "damaged_pages": backend.num_damaged_pages(),
             "storage_read_bytes": stats.read_bytes,
             "storage_read_seconds": stats.read_seconds,
             "storage_write_bytes": stats.write_bytes,
             "storage_write_seconds": stats.write_seconds,
         }
-        for name, count in backend.fault_counts().items():
-            totals[f"storage_{name}"] = count
+        totals |= self._faults_of(backend)
         for name, total in totals.items():
             if total > self._reported_totals[name]:
                 self.hicache.metrics(name, total - self._reported_totals[name])
             self._reported_totals[name] = total
+
+    def _faults_of(self, backend: HiCacheStorage) -> dict[str, float]:
+        """Ask a backend, which may be anybody's class, what it found wrong; by metric."""
+        try:
+            faults = backend.fault_counts()
+            counts = {f"storage_{name}": faults[name] for name in FAULT_COUNTERS if name in faults}
+            counts["damaged_pages"] = backend.num_damaged_pages()
+            return {name: float(count) for name, count in counts.items()}
+        except Exception as error:  # noqa: BLE001 - a count that fails costs the count alone
+            kind = type(backend).__name__
+            self._backend_log.warning(kind, "%s cannot say what it found wrong: %r", kind, error)
+            return {}
 
     def _drain(
         self, counts: TickCounts | None, on_backup: Callable[[StorageOperation], None]
@@ -409,12 +421,18 @@ class HiCacheTreeBase(HiCachePrefetch):
         """
         if self._controller is None:
             return super().attach_storage_backend(opened, **config)
+        self.flush_write_through_acks()
         was_attached = self.enable_storage
         success, message = self._try_attach(config, opened)
         if not self._all_ranks(success):
             if success and not was_attached:
-                self._detach()
+                self._stop_storage()
             return False, message if not success else "Another rank could not attach storage."
+        if not was_attached:
+            # Chains begin at the root, whatever was made while there was no storage.
+            for node in self._nodes_to_hash():
+                self.page_hashes(node)
+            self._mark_unstored()
         self._apply_storage_runtime_config(*self._policies(config))
         return True, message
 
@@ -432,10 +450,12 @@ class HiCacheTreeBase(HiCachePrefetch):
     def _try_attach(
         self, config: dict[str, Any], opened: BackendOpening | None = None
     ) -> tuple[bool, str]:
-        """Attach on this rank; nothing has changed where it fails. Leaves the policies alone."""
+        """Attach on this rank; nothing has changed where it fails.
+
+        Leaves policies and nodes alone, which ranks have alike.
+        """
         backend = config["storage_backend"]
         attached = self.cache_controller.storage_backend_type
-        was_attached = self.enable_storage
         try:
             self._check_runtime_config(*self._policies(config))
             if self.enable_storage and attached != backend:
@@ -454,17 +474,13 @@ class HiCacheTreeBase(HiCachePrefetch):
             logger.warning("Storage backend %s not attached: %r", backend, error)
             if opened is not None:
                 opened.give_up()
-            if self.enable_storage and not was_attached:
-                self._detach()
             return False, str(error) or repr(error)
         return True, f"storage backend {backend} attached"
 
     def _attach(self, backend: str, config: ExtraConfig, opened: BackendOpening | None) -> None:
-        self.flush_write_through_acks()
         self.cache_controller.attach_storage_backend(
             backend=backend,
             extra_config=config.backend,
-            prefetch_threshold=config.options.prefetch_threshold,
             seed_fn=self._hash_seed,
             make=opened.take if opened else None,
         )
@@ -473,10 +489,6 @@ class HiCacheTreeBase(HiCachePrefetch):
         for name in ("damaged_pages", *(f"storage_{fault}" for fault in FAULT_COUNTERS)):
             self._reported_totals[name] = 0  # a new backend counts from 0
         self._control_queues = self._make_control_queues()
-        # Chains begin at the root, whatever was made while there was no storage.
-        for node in self._nodes_to_hash():
-            self.page_hashes(node)
-        self._mark_unstored()
 
     def _apply_storage_runtime_config(self, write_policy: str, prefetch_policy: str) -> None:
         """Change the policies. Raises like ``_check_runtime_config``."""
@@ -495,27 +507,35 @@ class HiCacheTreeBase(HiCachePrefetch):
         """Split a configuration into the tree's part and the backend's. Raises ValueError."""
         return parse_extra_config(text, self.default_storage_options)
 
-    def detach_storage_backend(self) -> tuple[bool, str]:
-        """See ``BasePrefixCache``; idempotent, collective. What is queued is settled or dropped."""
-        if self._controller is None:
-            return super().detach_storage_backend()
-        success, message = self._detach()
-        if self._all_ranks(success):
-            return True, message
-        return False, message if not success else "Storage hangs on another rank."
+    def detach_storage_backend(self, wait_s: float | None = None) -> tuple[bool, str]:
+        """See ``BasePrefixCache``; idempotent, collective. What is queued is settled or dropped.
 
-    def _detach(self) -> tuple[bool, str]:
-        self.flush_write_through_acks()
-        self._abort_all_prefetches()
-        self.drain_storage_control_queues_local()
-        self._count_storage()
-        try:
-            self.cache_controller.detach_storage_backend()
-        except Exception as error:  # noqa: BLE001 - the message goes to the operator
-            logger.warning("Storage not detached: %r", error)
-            return False, str(error) or repr(error)
+        Where it fails on a rank, storage is off on all, and ticks settle what its threads post.
+        """
+        if self._controller is None:
+            return super().detach_storage_backend(wait_s)
+        success, message = self._stop_storage(wait_s)
+        if not self._all_ranks(success):
+            return False, message if not success else "Storage hangs on another rank."
+        # Only now: while a thread of some rank hangs, queues of ranks hold different things.
         self.drain_storage_control_queues_local()
         self._force_release_pending_storage_ops()
+        return True, message
+
+    def _stop_storage(self, wait_s: float | None = None) -> tuple[bool, str]:
+        """End the threads of this rank; the tree changes as on ranks where that fails.
+
+        Also undoes an attachment that has just been made: it has queued nothing, and what threads
+        of an earlier one have posted is for ticks to settle.
+        """
+        self.flush_write_through_acks()
+        self._abort_all_prefetches()
+        self._count_storage()
+        try:
+            self.cache_controller.detach_storage_backend(wait_s)
+        except Exception as error:  # noqa: BLE001 - the message goes to the operator
+            logger.debug("Storage not detached: %r", error)
+            return False, str(error) or repr(error)
         return True, "storage backend detached"
 
     def _force_release_pending_storage_ops(self) -> None:
@@ -531,9 +551,13 @@ class HiCacheTreeBase(HiCachePrefetch):
         self.drain_storage_control_queues_local()
 
     def clear_storage_backend(self) -> bool:
-        """See ``BasePrefixCache``; queued writes are dropped first, so no page comes back."""
+        """See ``BasePrefixCache``; queued writes are dropped first, so no page comes back.
+
+        Prefetches end: what they bring after the clearing would count as stored.
+        """
         if self._controller is None or not self.enable_storage:
             return False
+        self._abort_all_prefetches()
         cleared = self._controller.clear_storage_backend()
         # Writes that were under way or dropped settle at a tick and mark their nodes themselves.
         self._mark_unstored()

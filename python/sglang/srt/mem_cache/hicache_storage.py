@@ -2,8 +2,8 @@
 
 Owns the abstract backend, what it is told, and ``HiCacheFile``. Does not own the names of pools and
 the description of a transfer (``pool_transfer.py``, re-exported here), host memory
-(``memory_pool_host.py``), keys (``page_key.py``) nor threads of the controller
-(``cache_controller.py``). Other backends live in ``storage/``.
+(``memory_pool_host.py``), keys (``page_key.py``) nor the storage threads
+(``storage_io.py``). Other backends live in ``storage/``.
 
 All calls of one backend come from the controller's storage threads and, for ``clear`` and
 ``close``, from the scheduler thread while those threads are quiet; ``batch_*`` may be called by two

@@ -2,8 +2,8 @@
 
 Owns which nodes are being written or loaded and the locks that this takes. Does not own the walk
 (``component_tree.py``), the copies (``managers/cache_controller.py``), storage
-(``hicache_prefetch.py``, ``hicache_base.py``) nor the data of a component: nine hooks, filled in
-by a concrete tree, say what a copy of a node consists of. Scheduler thread only. Nothing here is a
+(``hicache_prefetch.py``, ``hicache_base.py``) nor the data of a component: hooks, filled in by a
+concrete tree, say what a copy of a node consists of. Scheduler thread only. Nothing here is a
 collective: all decisions follow from state that every rank has alike.
 
 Invariants of the tiers:

@@ -53,7 +53,8 @@ class HostKVCache(ABC):
     """Pages of one device pool in host memory: the slots, and what a pool can do with them.
 
     Slots are numbered ``0 .. size-1`` in pages of ``page_size``; a page keeps its slots together
-    and in order. Freed pages are reused first-in first-out, in the same order on every rank.
+    and in order. Freed pages are reused first-in first-out. Ranks free equally many
+    at a time, but in orders of their own, so the slots of one node may differ by rank.
     """
 
     # Whether every tensor-parallel rank holds the same bytes, instead of a part of its own.

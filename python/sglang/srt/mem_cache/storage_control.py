@@ -66,6 +66,7 @@ class StorageControlQueues:
     """The queues through which storage threads report, as the scheduler thread sees them.
 
     ``extra_release``: queues of pools with slots of their own, in the same order on every rank.
+    ``min_reduce``: how ranks agree; None where there is one.
     """
 
     def __init__(
@@ -75,16 +76,13 @@ class StorageControlQueues:
         backup: queue.Queue[Any],
         release: queue.Queue[torch.Tensor],
         extra_release: Sequence[queue.Queue[torch.Tensor]] = (),
-        world_size: int = 1,
         min_reduce: MinReduce | None = None,
     ) -> None:
-        if world_size > 1 and min_reduce is None:
-            raise ValueError(f"{world_size} ranks need a reduction to agree with")
         self._hit = hit
         self._backup = backup
         self._release = release
         self._extra_release = tuple(extra_release)
-        self._min_reduce = min_reduce if world_size > 1 else None
+        self._min_reduce = min_reduce
 
     def local_counts(self, write_acks: int, load_acks: int) -> TickCounts:
         """Return what this rank could process now."""

@@ -102,7 +102,6 @@ class HostStorageIO(StoragePages):
         self._backups: LiveOperations[StorageOperation] = LiveOperations()
         self.enable_storage = False
         self.storage_backend_type: str | None = None
-        self.prefetch_threshold = 0
         # Tokens asked for by prefetches that have not ended; the tree adds and subtracts.
         self.prefetch_tokens_occupied = 0
         self.prefetch_capacity_limit = self.mem_pool_host.size // 2
@@ -169,17 +168,15 @@ class HostStorageIO(StoragePages):
         *,
         backend: str,
         extra_config: dict[str, Any],
-        prefetch_threshold: int,
         seed_fn: Callable[[RadixKey], bytes],
         make: Callable[[], HiCacheStorage] | None = None,
     ) -> None:
         """Make a backend and start the threads.
 
-        ``prefetch_threshold``: tokens, kept for the tree. ``seed_fn(key)``: digest of the
-        ``CacheIdentity`` of the key's namespace, now. ``make()``: gives what
-        ``make_storage_backend`` has made earlier. Raises StorageError when one is attached or a
-        thread of before still hangs in its backend, ValueError without a draft digest, and whatever
-        the backend raises; nothing has changed then.
+        ``seed_fn(key)``: digest of the ``CacheIdentity`` of the key's namespace, now. ``make()``:
+        gives what ``make_storage_backend`` has made earlier. Raises StorageError when one is
+        attached or a thread of before still hangs in its backend, ValueError without a draft
+        digest, and whatever the backend raises; nothing has changed then.
         """
         if self.enable_storage:
             raise StorageError(f"storage backend {self.storage_backend_type} is attached already")
@@ -189,7 +186,6 @@ class HostStorageIO(StoragePages):
         # Every operation of an earlier attachment is over: what it found is of no use.
         _clear_queue(self.prefetch_hit_queue)
         self.storage_backend, self.storage_backend_type = created, backend
-        self.prefetch_threshold = prefetch_threshold
         self._seed_fn = seed_fn
         watched: queue.Queue[None] = queue.Queue()
         self._threads.start(
@@ -226,17 +222,18 @@ class HostStorageIO(StoragePages):
         """See ``StoragePages``."""
         return self._config_for({}).writes(pool)
 
-    def detach_storage_backend(self) -> None:
+    def detach_storage_backend(self, wait_s: float | None = None) -> None:
         """Answer every operation, stop the threads and close the backend; idempotent.
 
         Queued backups are acknowledged with what was written, prefetches end where they are; the
         caller drains the queues before and after. Raises StorageError when a thread hangs in its
-        backend for longer than the join timeout: storage is off then, but the operations it holds
-        stay unanswered and keep their pages, and nothing can be attached, until the call returns.
+        backend for longer than ``wait_s`` (None: the join timeout): storage is off then, but the
+        operations it holds stay unanswered and keep their pages, and nothing can be attached, until
+        the call returns.
         """
         if self.enable_storage:
             self.enable_storage = False
-            self._finish_detach(self._join_timeout_s)
+            self._finish_detach(self._join_timeout_s if wait_s is None else wait_s)
         else:
             self._finish_detach(0.0)
 
@@ -247,6 +244,7 @@ class HostStorageIO(StoragePages):
                 f"{', '.join(hanging)}; they keep their pages until their calls return. Storage is "
                 "off meanwhile; detach again when they have returned"
             )
+        self._answer_what_is_left()
         backend, self.storage_backend = self.storage_backend, None
         if backend is None:
             return
@@ -255,6 +253,18 @@ class HostStorageIO(StoragePages):
             call_bounded(f"close of {name}", backend.close, self._join_timeout_s)
         except Exception as error:  # noqa: BLE001 - a backend's last words change nothing
             logger.warning("Closing storage backend %s failed: %r", name, error)
+
+    def _answer_what_is_left(self) -> None:
+        """Answer what a thread that ended early has left in its queue; no thread runs."""
+        for prefetch in _clear_queue(self.prefetch_buffer):
+            if prefetch is not None:
+                prefetch.terminate()
+                prefetch.finish_io(self.release_pages)
+        for backup in _clear_queue(self.backup_queue):
+            if backup is not None:
+                backup.finish(self.ack_backup_queue.put, self.release_pages)
+        # These have no pages yet; nobody waits for them, since the tree has given them up.
+        _clear_queue(self.prefetch_queue)
 
     def clear_storage_backend(self) -> bool:
         """Drop queued backups, then delete our pages from storage; False where that failed."""
@@ -395,7 +405,8 @@ class HostStorageIO(StoragePages):
     def discard_queued_backups(self) -> int:
         """Write nothing any more of what is queued; return how many backups wrote nothing at all.
 
-        Each is acknowledged. Waits for the write under way, at most for the join timeout.
+        Each is acknowledged, except behind a write that hangs until that returns. Waits for the
+        write under way, at most for the join timeout.
         """
         pending = [op for op in self._backups.held() if not op.is_acked]
         num_dropped = sum([op.discard() for op in pending])
@@ -476,7 +487,7 @@ class HostStorageIO(StoragePages):
             failed = False
             try:
                 work(operation)
-            except Exception as error:  # noqa: BLE001 - backends are not ours; the op has failed
+            except BaseException as error:  # noqa: BLE001 - backends are not ours; the op has failed
                 failed = True
                 logger.warning("Storage %s failed: %r", what, error, exc_info=True)
             self.call_watch.end()

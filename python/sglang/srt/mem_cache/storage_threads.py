@@ -1,7 +1,7 @@
 """Storage operations, their life across threads, and the set of threads that works on them.
 
 Owns who may touch a host page of an operation at any moment, and start and stop of the threads.
-Does not own what a thread does (``managers/cache_controller.py``) nor the host free list: pages
+Does not own what a thread does (``storage_io.py``) nor the host free list: pages
 come back to the scheduler thread through release queues, one page an item.
 
 Rule that everything rests on: **a host page that an operation was given stays the operation's
@@ -121,8 +121,12 @@ class StorageOperation:
 
     @property
     def is_acked(self) -> bool:
-        """Whether it is over for the backup thread."""
-        return self._acked.is_set()
+        """Whether it is over for the backup thread.
+
+        Under the lock: an acknowledgement that has been seen in the queue means yes.
+        """
+        with self._lock:
+            return self._acked.is_set()
 
     def start(self) -> bool:
         """Begin; False when it was discarded before. Backup thread."""
@@ -439,7 +443,8 @@ class CallWatch:
 def call_bounded(name: str, call: Callable[[], object], timeout_s: float) -> object:
     """Run a backend call that may hang and return its result.
 
-    Raises TimeoutError when it takes longer (it goes on in its thread), or what the call raised.
+    Raises TimeoutError when it takes longer (it goes on in its thread), RuntimeError when the call
+    raised anything: what is no Exception must not end the caller's thread.
     """
     outcome: list[object] = []
     failure: list[BaseException] = []
@@ -447,7 +452,7 @@ def call_bounded(name: str, call: Callable[[], object], timeout_s: float) -> obj
     def run() -> None:
         try:
             outcome.append(call())
-        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - told to the caller
             failure.append(error)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -456,5 +461,5 @@ def call_bounded(name: str, call: Callable[[], object], timeout_s: float) -> obj
     if thread.is_alive():
         raise TimeoutError(f"{name} has not returned after {timeout_s:g} s")
     if failure:
-        raise failure[0]
+        raise RuntimeError(f"{name} failed: {failure[0]!r}") from failure[0]
     return outcome[0]

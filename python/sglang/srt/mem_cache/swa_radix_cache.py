@@ -197,6 +197,7 @@ class SWARadixCache(UnifiedRadixCache):
                 return num_rows
             if self._windows.tail:
                 node = self._split(node, num_rows - self._windows.tail)
+        self._save_before_loss(node)
         return self._windows.drop_rows(node)
 
     def _make_device_room(self, part: TreeComponent) -> int:

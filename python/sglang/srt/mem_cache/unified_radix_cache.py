@@ -1,6 +1,6 @@
 """``UnifiedRadixCache``: the component tree with whatever tiers it is given.
 
-Owns what a copy of a node consists of, for any set of components: the seven hooks of the
+Owns what a copy of a node consists of, for any set of components: the hooks of the
 hierarchical layer. Without ``CacheInitParams.hicache`` it is the device-only tree. Scheduler thread
 only.
 """

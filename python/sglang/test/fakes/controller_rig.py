@@ -209,7 +209,6 @@ class ControllerRig:
         self.controller.attach_storage_backend(
             backend="memory",
             extra_config={},
-            prefetch_threshold=self.page_size,
             seed_fn=seed_for(fingerprint),
         )
 
