@@ -211,8 +211,11 @@ def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> N
         other = next(choice for choice in choices if choice not in allowed)
     if row.field == "model_loader_extra_config":
         other = '{"a": 1}'
-    if row.field in ("lora_paths", "max_lora_rank"):
-        other = ["a=b"] if row.field == "lora_paths" else 8
+    wanted = str(hint.type)
+    if wanted.startswith("int"):
+        other = 8
+    if wanted.startswith("list"):
+        other = [8] if "int" in wanted else ["a=b"]
     with pytest.raises(ValueError, match="not available in this release") as caught:
         _cpu(**{row.field: other})
     text = str(caught.value)
@@ -241,7 +244,7 @@ def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> N
         ({"attention_backend": "best"}, "is not one of"),
         ({"dtype": "int4"}, "is not one of"),
         ({"log_level": "loud"}, "is not one of"),
-        ({"tp_size": "2"}, "--tp-size must be at least 1"),
+        ({"tp_size": "2"}, "--tp-size must be an integer, not '2'"),
         ({"context_length": "many"}, "not an integer"),
         ({"max_queued_requests": 0}, "--max-queued-requests"),
         ({"log_requests_level": 4}, "--log-requests-level"),
@@ -554,3 +557,32 @@ def test_help_says_defaults_what_is_missing_and_every_variable(
     assert "Serve LoRA adapters. Not available in this release." in text
     assert "Available in this release: cache." in text
     assert all(variable.name in text for variable in envs.all())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("hicache_storage_backend_extra_config", {"prefetch_threshold": 16}, "text"),
+        ("hicache_ratio", "abc", "a number"),
+        ("tp_size", 1.5, "an integer"),
+        ("enable_metrics", "yes", "true or false"),
+        ("cuda_graph_bs_decode", 4, "a list"),
+    ],
+)
+def test_constructed_settings_of_a_wrong_type(name: str, value: object, wanted: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"^{flag} must be {wanted}, not "):
+        _cpu(**{name: value})
+
+
+def test_storage_settings_without_storage_are_warned_about(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tiers = {"enable_hierarchical_cache": True}
+    validation.warn_ignored(_cpu(**tiers, hicache_storage_backend_extra_config="{}"))
+    assert "--hicache-storage-backend-extra-config: no effect" in caplog.text
+    caplog.clear()
+    validation.warn_ignored(
+        _cpu(**tiers, hicache_storage_backend="file", hicache_storage_backend_extra_config="{}")
+    )
+    assert not caplog.records

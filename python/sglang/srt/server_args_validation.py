@@ -12,9 +12,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from sglang.srt.configs.draft_config import default_mtp_steps
@@ -204,8 +206,27 @@ def _normalize_types(args: ServerArgsFields) -> None:
     for name in ("json_model_override_args", "model_loader_extra_config"):
         if getattr(args, name) is None:
             setattr(args, name, "{}")
+    _check_types(args)
     if args.speculative_algorithm is not None:
         args.speculative_algorithm = args.speculative_algorithm.upper()
+
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "bool": (int, "true or false"),
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
+    "str": (str, "text"),
+    "list": ((list, tuple), "a list"),
+}
+
+
+def _check_types(args: ServerArgsFields) -> None:
+    """Constructed objects, which no parser has seen; None is for the other checks."""
+    for spec in fields(args):
+        value = getattr(args, spec.name)
+        kind, wanted = _KINDS[re.split(r"\W", str(spec.type))[0]]
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{_flag(spec.name)} must be {wanted}, not {value!r}.")
 
 
 def _normalize_names(args: ServerArgsFields) -> None:
@@ -397,6 +418,11 @@ def _without_effect(args: ServerArgsFields) -> Iterator[tuple[Sequence[str], str
             _HICACHE_ONLY,
             "without --enable-hierarchical-cache; KV is kept on the device only",
         )
+    if args.hicache_storage_backend is None:
+        yield (
+            _STORAGE_ONLY,
+            "without --hicache-storage-backend; what is attached later brings its own",
+        )
     if args.speculative_algorithm is None:
         yield _SPECULATION_ONLY, "without --speculative-algorithm"
     if args.speculative_algorithm == "NGRAM":
@@ -437,6 +463,8 @@ _HICACHE_ONLY = (
     "hicache_storage_prefetch_policy",
     "hicache_draft_storage_policy",
 )
+
+_STORAGE_ONLY = ("hicache_storage_backend_extra_config",)
 
 _CUDA_ONLY = (
     "cuda_graph_max_bs_decode",
