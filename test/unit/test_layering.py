@@ -57,6 +57,8 @@ LAYERS: tuple[tuple[str, str], ...] = (
     ("sglang.srt.managers.request_logger", "F"),
     ("sglang.srt.managers.request_normalizer", "F"),
     ("sglang.srt.managers.request_state", "F"),
+    ("sglang.srt.managers.client_watch", "F"),
+    ("sglang.srt.managers.prefix_warm_up", "F"),
     ("sglang.srt.managers.health", "F"),
     ("sglang.srt.entrypoints.openai*", "F"),
     ("sglang.srt.managers", "0"),  # the package itself, which is empty

@@ -171,7 +171,7 @@ def test_same_id_many_times_at_once(server: SmallServer) -> None:
 
 
 def test_odd_request_ids(server: SmallServer) -> None:
-    for rid in ("", " ", "🙂", "a" * 5000, "HEALTH_CHECK_x", "\u0000", "../../x"):
+    for rid in ("", " ", "🙂", "a" * 5000, "HEALTH", "\u0000", "../../x"):
         answer = server.generate(text="a", rid=rid, sampling_params=GREEDY)
         assert answer["meta_info"]["id"] == rid or rid == ""
 

@@ -16,6 +16,7 @@ import pytest
 import requests
 
 from sglang.srt.entrypoints.http_memory import LARGE_BODY_BYTES
+from sglang.srt.entrypoints.http_server import _warmup_body
 from sglang.srt.environ import envs
 from sglang.srt.managers import health
 from sglang.srt.managers.io_struct import (
@@ -23,7 +24,9 @@ from sglang.srt.managers.io_struct import (
     ProfileReqInput,
     SlowDownReqInput,
     TokenizedGenerateReqInput,
+    WeightUpdateReqOutput,
 )
+from sglang.srt.managers.request_normalizer import parse_generate_body, split_request
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang.srt.utils.memory_return import MemoryReturner
 from sglang.test.fakes.http_front import HttpFront
@@ -62,6 +65,7 @@ GATE = [
     ({"text": "a", "sampling_params": 3}, "`sampling_params`"),
     ({"text": "a", "sampling_params": {"max_tokens": 3}}, "unknown field `max_tokens`"),
     ({"text": "a", "sampling_params": {"top_k": "3"}}, "invalid type: string"),
+    ({"text": "a", "return_hidden_states": "all"}, "`return_hidden_states`"),
     ([], "invalid type: sequence, expected a map"),
 ]
 
@@ -220,6 +224,45 @@ def test_abort_request(http: HttpFront) -> None:
     assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+def test_exact_abort(http: HttpFront) -> None:
+    http.scheduler.step_s = 0.02
+    with ThreadPoolExecutor(2) as pool:
+        bodies: list[dict[str, Any]] = [
+            {"text": "a", "rid": "job1", "sampling_params": ENDLESS},
+            {"text": "a", "rid": "job10", "sampling_params": {"max_new_tokens": 20}},
+        ]
+        futures = [pool.submit(http.post, "/generate", json=body) for body in bodies]
+        wait_for(lambda: len(http.scheduler.live) == 2)
+        http.post("/abort_request", json={"rid": "job1", "exact": True})
+        answers = [future.result().json() for future in futures]
+    kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
+    assert kinds == ["abort", "length"]
+
+
+def test_ids_of_health_checks_are_refused(http: HttpFront) -> None:
+    for rid in ("HEALTH_CHECK_x", ["a", "HEALTH_CHECK"]):
+        text: Any = "a" if isinstance(rid, str) else ["a", "b"]
+        reply = http.post("/generate", json={"text": text, "rid": rid})
+        assert reply.status_code == 400
+        assert "rid must not begin with 'HEALTH_CHECK'" in reply.text
+    assert http.scheduler.received == []
+
+
+def test_nesting_that_no_message_can_hold_is_the_clients_fault(http: HttpFront) -> None:
+    inner = "[" * 1000 + "]" * 1000
+    raw = f'{{"text": "a", "sampling_params": {{"custom_params": {{"a": {inner}}}}}}}'
+    reply = http.post("/generate", data=raw)
+    assert reply.status_code == 400 and "nested too deep" in reply.text
+    assert http.get("/health").status_code == 200
+
+
+def test_what_is_internal_is_not_published(http: HttpFront) -> None:
+    assert "control_id" not in http.get("/openapi.json").text
+    assert http.post("/slow_down", json={"control_id": "mine"}).status_code == 200
+    (message,) = http.scheduler.of_type(SlowDownReqInput)
+    assert message.control_id != "mine"
+
+
 # -- health and information ------------------------------------------------------------------------
 
 
@@ -251,6 +294,22 @@ def test_paused_server_is_alive_but_not_ready(http: HttpFront) -> None:
     assert http.scheduler.of_type(TokenizedGenerateReqInput) == []
     http.post("/continue_generation", json={})
     assert http.get("/ready").status_code == 200
+
+
+def test_server_that_holds_requests_is_not_ready(http: HttpFront) -> None:
+    http.scheduler.weight_reply = WeightUpdateReqOutput(released_tags=["kv_cache"])
+    http.post("/release_memory_occupation")
+    assert http.get("/ready").status_code == 503
+    assert http.get("/ping").status_code == 200
+    http.scheduler.weight_reply = WeightUpdateReqOutput(released_tags=[])
+    http.post("/resume_memory_occupation")
+    assert http.get("/ready").status_code == 200
+
+
+def test_warm_up_of_the_server_fits_any_preferred_minimum(http: HttpFront) -> None:
+    body = _warmup_body(http.front.manager.server_args)
+    split = split_request(parse_generate_body(body), {"min_new_tokens": 200})
+    split.singles[0].sampling_params.verify(VOCAB_SIZE)
 
 
 @pytest.fixture

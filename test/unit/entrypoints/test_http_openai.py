@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.entrypoints.http_stream import event
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import (
     model_sampling_defaults,
     response_format_params,
 )
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.entrypoints.openai.template_manager import TemplateManager
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.server_args import ServerArgs
+from sglang.test.fakes.front import Front, run_with_front
 from sglang.test.fakes.http_front import HttpFront, serve_fake
 from sglang.test.fakes.tiny_tokenizer import build_tiny_tokenizer, write_tiny_model
 
@@ -108,6 +113,41 @@ def test_chat_logprobs(http: HttpFront) -> None:
         for row in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
     ]
     assert [row["token"] for row in rows] == ["a", "b"]
+
+
+def test_chat_logprobs_have_the_bytes_of_parts_of_characters(http: HttpFront) -> None:
+    http.scheduler.script = say("🙂")
+    body = {"messages": HELLO, "max_tokens": 9, "logprobs": True, "top_logprobs": 1}
+    (choice,) = http.post(CHAT, json=body).json()["choices"]
+    rows = choice["logprobs"]["content"]
+    assert [row["bytes"] for row in rows] == [[byte] for byte in "🙂".encode()]
+    assert [row["top_logprobs"][0]["bytes"] for row in rows] == [row["bytes"] for row in rows]
+    assert bytes(byte for row in rows for byte in row["bytes"]).decode() == "🙂"
+
+
+def test_chat_token_ids_whole_and_streamed(http: HttpFront) -> None:
+    """Whole ids of every choice, however many chunks they came in; the block is choice 0's."""
+    http.scheduler.script, http.scheduler.step_s = say("hi 🙂!"), 0.01
+    ids = TOKENIZER.encode("hi 🙂!").ids
+    body = {"messages": HELLO, "max_tokens": 20, "n": 2, "return_token_ids": True}
+    answer = http.post(CHAT, json=body).json()
+    assert [choice["token_ids"] for choice in answer["choices"]] == [ids, ids]
+    prompt_ids = sent(http)[0].input_ids.tolist()
+    assert answer["sglext"] == {"input_ids": prompt_ids, "output_ids": ids}
+    chunks = sse(http.post(CHAT, json={**body, "stream": True}))
+    (extension,) = (chunk["sglext"] for chunk in chunks if "sglext" in chunk)
+    assert extension == answer["sglext"]
+    ends = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"] is not None]
+    assert {end["index"]: end["token_ids"] for end in ends} == {0: ids, 1: ids}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_ids_of_health_checks_are_refused(http: HttpFront, path: str) -> None:
+    for rid in ("HEALTH_CHECK_x", ["HEALTH_CHECK"]):
+        body = {"messages": HELLO, "prompt": "a", "max_tokens": 2, "rid": rid}
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400 and "HEALTH_CHECK" in reply.json()["error"]["message"]
+    assert sent(http) == []
 
 
 def test_chat_samples_count_the_prompt_once(http: HttpFront) -> None:
@@ -269,6 +309,21 @@ def test_completion_logprobs_with_echo(http: HttpFront) -> None:
     streamed = sse(http.post("/v1/completions", json={**body, "stream": True}))
     tokens = [t for c in streamed for t in c["choices"][0]["logprobs"]["tokens"]]
     assert tokens == ["a", "b", "a", "b"]
+
+
+def test_completion_logprobs_without_a_tokenizer(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        serving = OpenAIServingCompletion(front.manager, TemplateManager(None, None))
+        request = CompletionRequest(prompt=[5, 6], max_tokens=2, logprobs=1)
+        whole = (await serving.create(request, None))["choices"][0]["logprobs"]
+        assert whole["tokens"] == ["token_id:5", "token_id:6"]
+        assert whole["top_logprobs"] == [{"token_id:5": -0.5}, {"token_id:6": -0.5}]
+        request.stream = True
+        chunks = [event(chunk) async for chunk in serving.stream(request, None)]
+        text = b"".join(chunks).decode()
+        assert text.count('"token_id:5"') == text.count('"token_id:6"') == 2
+
+    run_with_front(tmp_path, body, skip_tokenizer_init=True)
 
 
 def test_completion_token_ids(http: HttpFront) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from sglang.srt.managers.finish_check import (
     NAN_MATCHED,
@@ -21,7 +22,8 @@ from sglang.srt.managers.finish_check import (
     check_finish,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.test.fakes.byte_tokenizer import build_byte_tokenizer
+from sglang.srt.utils.tokenizer import LightTokenizer, _byte_of_char
+from sglang.test.fakes.byte_tokenizer import build_byte_fallback_tokenizer, build_byte_tokenizer
 
 EOS = 2
 STOP_ID = 3
@@ -319,3 +321,104 @@ def test_exploding_regex_ends_the_request_and_not_the_server() -> None:
     assert time.monotonic() - start < 2
     assert isinstance(result.reason, FinishAbort)
     assert result.reason.status_code == 400 and "too long" in result.reason.message
+
+
+# -- tokens that are bytes ------------------------------------------------------------------------
+
+
+def write_bytes(text: str) -> list[int]:
+    """Ids of `text`, a token for each byte of a character that is not ASCII."""
+    tokenizer = build_byte_fallback_tokenizer()
+    tokens = [chr(byte) if 32 < byte < 127 else f"<0x{byte:02X}>" for byte in text.encode()]
+    vocab = tokenizer.get_vocab()
+    return [vocab[token] for token in tokens]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("text", "stop"),
+    [
+        ("aሰላም።bb", "።"),  # the window begins in a character
+        ("ሰላምሰላም።ሰላም", "።"),  # the step ends in one
+        ("a🙂🙂🙂😀🙂bb", "😀"),
+        ("人丂丄丅。人", "丅。"),
+        ("aé\u00a0b ab", "b"),
+    ],
+)
+def test_stop_strings_among_characters_of_single_bytes(text: str, stop: str, chunk: int) -> None:
+    tokenizer = LightTokenizer(build_byte_fallback_tokenizer(), {})
+    ids = write_bytes(text)
+    first = len(write_bytes(text[: text.index(stop) + len(stop)]))
+    for end in [*range(chunk, len(ids), chunk), len(ids)]:
+        num_new = min(chunk, end)
+        checked = view(ids[:end], stop=stop, stop_token_ids=[], max_new_tokens=999)
+        result = check_finish(checked, num_new, tokenizer.decode_tail)
+        if result.reason is not None:
+            break
+    assert result.reason == FinishStop(stop)
+    assert end - num_new + result.num_kept == first
+
+
+def test_a_stop_string_before_broken_bytes_of_the_same_step_counts() -> None:
+    """To the decoder a run of bytes that is no UTF-8 as a whole holds no character at all."""
+    tokenizer = LightTokenizer(build_byte_fallback_tokenizer(), {})
+    ids = write_bytes("a።") + [1 + 0x80, 1 + 0x80]
+    checked = view(ids, stop="።", stop_token_ids=[], max_new_tokens=99)
+    assert check_finish(checked, 5, tokenizer.decode_tail) == FinishResult(FinishStop("።"), 3)
+
+
+def test_history_among_characters_of_single_bytes_is_no_news() -> None:
+    tokenizer = LightTokenizer(build_byte_fallback_tokenizer(), {})
+    ids = write_bytes("።ሰ")
+    values: dict[str, Any] = {"stop": "።", "min_new_tokens": 4, "stop_token_ids": []}
+    checked = view(ids, max_new_tokens=99, **values)
+    assert check_finish(checked, 1, tokenizer.decode_tail).reason is None
+
+
+# -- the cut of the window ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["^L", r"\AL", "(?<!K)L", r"\bL", "^L.*"])
+def test_the_windows_cut_is_no_beginning_of_the_output(pattern: str) -> None:
+    """Every letter comes to lie at the cut once; no L begins a word or the output."""
+    output_ids = [10 + i % 26 for i in range(600)]  # A, B, … Z, A, …
+    for end in range(1, len(output_ids) + 1):
+        result = check(output_ids[:end], 1, stop_regex=pattern, max_new_tokens=9999)
+        assert result.reason is None, end
+
+
+def test_a_match_at_the_beginning_of_the_output_counts() -> None:
+    assert check([A], 1, stop_regex="^A").reason == FinishStop("^A")
+    assert check([A, B, C], 1, stop_regex="^AB?C").reason == FinishStop("^AB?C")
+
+
+def byte_ids(tokenizer: Tokenizer, byte: int) -> list[int]:
+    """The token of one byte."""
+    (char,) = (c for c, b in _byte_of_char().items() if b == byte)
+    token_id = tokenizer.token_to_id(char)
+    assert token_id is not None
+    return [token_id]
+
+
+def test_a_match_of_full_length_lies_within_the_window() -> None:
+    tokenizer = build_byte_tokenizer()
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    ids = [i for byte in ("x" * 40 + "🙂🙃🙂").encode() for i in byte_ids(tokenizer, byte)]
+    for num_new in (1, 2, 5):
+        checked = view(ids, stop_regex="🙂🙃🙂", stop_token_ids=[], max_new_tokens=999)
+        assert check_finish(checked, num_new, decode).reason == FinishStop("🙂🙃🙂")
+
+
+def test_half_a_character_is_nothing_to_a_pattern() -> None:
+    tokenizer = build_byte_tokenizer()
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    ids = [i for byte in "人a人".encode() for i in byte_ids(tokenizer, byte)]
+    for end in range(1, len(ids) + 1):
+        checked = view(ids[:end], stop_regex=r"\W", stop_token_ids=[], max_new_tokens=99)
+        assert check_finish(checked, 1, decode).reason is None, end

@@ -147,11 +147,14 @@ def test_a_full_pool_costs_as_few_requests_as_without_tiers(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a retracted request leaves cannot be evicted while it is copied to the host."""
-    whole = []
+    whole: list[Scheduler] = []
     retract_running = Scheduler._retract_running
-    monkeypatch.setattr(
-        Scheduler, "_retract_running", lambda self: (whole.append(1), retract_running(self))
-    )
+
+    def retract_all(self: Scheduler) -> None:
+        whole.append(self)
+        retract_running(self)
+
+    monkeypatch.setattr(Scheduler, "_retract_running", retract_all)
     rig = TieredScheduler(num_slots=240, host_slots=1024, max_requests=16, overlap=overlap)
     rig.scheduler.new_token_ratio.value = 0.1
     monkeypatch.setattr(type(rig.scheduler.new_token_ratio), "decay", lambda self: None)

@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 
 from sglang.srt.environ import envs
+from sglang.srt.managers.health import HealthProbe
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
+    WeightUpdateReqOutput,
 )
 from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
 from sglang.srt.managers.request_state import Phase
 from sglang.srt.managers.tokenizer_manager import ServerStatus
-from sglang.test.fakes.front import Front, run_with_front, until
+from sglang.test.fakes.front import Front, make_front, run_with_front, until
 from sglang.test.fakes.tiny_tokenizer import CONTEXT_LEN, VOCAB_SIZE
 
 FOUR = {"max_new_tokens": 4}
@@ -156,6 +160,23 @@ def test_preferred_sampling_params_are_defaults(tmp_path: Path) -> None:
     run_with_front(tmp_path, body, preferred_sampling_params='{"max_new_tokens": 3}')
 
 
+@pytest.mark.parametrize("text", ['{"temperature": -1}', '{"stop_regex": "("}', '{"top_p": 2}'])
+def test_senseless_preferred_values_stop_the_start(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"temperature|stop_regex|top_p"):
+        with make_front(tmp_path, preferred_sampling_params=text):
+            pass
+
+
+def test_a_preferred_minimum_goes_with_the_clients_own_maximum(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        assert "min_new_tokens" in str(await refused(front, text="a", sampling_params=FOUR))
+        assert await HealthProbe(front.manager).check()
+        (probe,) = front.scheduler.of_type(TokenizedGenerateReqInput)
+        assert probe.is_health_check and probe.sampling_params.min_new_tokens == 0
+
+    run_with_front(tmp_path, body, preferred_sampling_params='{"min_new_tokens": 200}')
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -287,6 +308,83 @@ def test_duplicate_id_is_refused_while_live_and_free_afterwards(tmp_path: Path) 
     run_with_front(tmp_path, body)
 
 
+def test_an_id_stays_taken_until_the_engine_is_done_with_it(tmp_path: Path) -> None:
+    """News of a request whose client left must not become the answer to a later one."""
+
+    async def body(front: Front) -> None:
+        front.scheduler.step_s = 0.01
+        request = GenerateReqInput(text="a", rid="same", stream=True, sampling_params=ENDLESS)
+        source = front.manager.generate_request(request)
+        await anext(source)
+        front.scheduler.silent = True
+        await source.aclose()
+        await asyncio.sleep(0.03)
+        with pytest.raises(RequestError, match="Duplicate request ID detected"):
+            await front.generate(text="bb", rid="same", sampling_params=FOUR)
+        assert front.manager._dispatcher.num_live == [0]
+        front.scheduler.silent = False
+        await until(lambda: not front.manager.rid_to_state)
+        answer = await front.generate(text="bb", rid="same", sampling_params=FOUR)
+        assert (answer["text"], answer["meta_info"]["prompt_tokens"]) == ("bbbb", 2)
+
+    run_with_front(tmp_path, body)
+
+
+def test_what_cannot_be_sent_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        deep: dict[str, Any] = {}
+        for _ in range(2000):
+            deep = {"a": deep}
+        for params in ({"custom_params": deep}, {"custom_params": deep, "n": 2}):
+            error = await refused(front, text="ab", rid="r", sampling_params=params)
+            assert error.status_code == 400 and "nested too deep" in str(error)
+        assert front.manager._dispatcher.num_live == [0]
+        assert (await front.generate(text="ab", rid="r", sampling_params=FOUR))["text"] == "abab"
+
+    run_with_front(tmp_path, body)
+
+
+def test_an_empty_id_in_a_list_is_none(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        answers = await front.generate(text=["a", "b"], rid=["", ""], sampling_params=FOUR)
+        rids = {answer["meta_info"]["id"] for answer in answers}
+        assert len(rids) == 2 and "" not in rids
+
+    run_with_front(tmp_path, body)
+
+
+def test_exact_abort_and_abort_of_all(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        front.scheduler.step_s = 0.01
+        one = await start(front, text="a", rid="job1", sampling_params=ENDLESS)
+        other = await start(front, text="a", rid="job10", sampling_params={"max_new_tokens": 30})
+        front.manager.abort_request("job", exact=True)  # nobody's
+        front.manager.abort_request("job1", exact=True)
+        assert (await one)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
+        last = await start(front, text="a", rid="job10", sampling_params=ENDLESS)
+        front.manager.abort_request("x", abort_all=True, exact=True)
+        await until(lambda: front.scheduler.of_type(AbortReq)[-1].abort_all)
+        assert not front.scheduler.of_type(AbortReq)[-1].exact  # which would win
+        assert (await last)["meta_info"]["finish_reason"]["type"] == "abort"
+
+    run_with_front(tmp_path, body)
+
+
+def test_abort_reaches_a_request_whose_prompt_is_computed_for_its_samples(tmp_path: Path) -> None:
+    async def body(front: Front) -> None:
+        front.scheduler.step_s = 0.2
+        params = {**ENDLESS, "n": 2}
+        request = await start(front, text="ab", rid="b", sampling_params=params)
+        front.manager.abort_request("b")
+        for answer in await request:
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert [message.rid for message in front.scheduler.of_type(AbortReq)] == ["b"]
+        assert len(front.scheduler.of_type(TokenizedGenerateReqInput)) == 1  # no sample was sent
+
+    run_with_front(tmp_path, body)
+
+
 def test_abort_takes_a_prefix_and_returns_what_there_is(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         front.scheduler.step_s = 0.01
@@ -339,8 +437,7 @@ def test_leaving_a_stream_aborts_it(tmp_path: Path) -> None:
         source = front.manager.generate_request(request)
         await anext(source)
         await source.aclose()
-        await until(lambda: not front.scheduler.live)
-        assert front.manager.rid_to_state == {}
+        await until(lambda: not front.scheduler.live and not front.manager.rid_to_state)
         async with front.manager.model_update_lock.writer_lock():  # the reader side was released
             pass
 
@@ -423,6 +520,28 @@ def test_held_request_can_be_aborted(tmp_path: Path) -> None:
         (chunk,) = await streamed
         assert chunk["meta_info"]["finish_reason"]["type"] == "abort"
         assert front.scheduler.of_type(TokenizedGenerateReqInput) == []
+
+    run_with_front(tmp_path, body)
+
+
+def test_samples_held_behind_their_prompt_block_no_update(tmp_path: Path) -> None:
+    """The hold may only end with an update, which waits for whoever has the reader lock."""
+
+    async def body(front: Front) -> None:
+        front.scheduler.step_s = 0.05
+        params = {**FOUR, "n": 2}
+        request = await start(front, text="ab", sampling_params=params)
+        await front.manager.pause_generation(PauseGenerationReqInput())
+        front.scheduler.weight_reply = WeightUpdateReqOutput(released_tags=["kv_cache"])
+        await front.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+        await front.manager.continue_generation(ContinueGenerationReqInput())
+        assert front.manager.is_holding and not request.done()
+        front.scheduler.weight_reply = WeightUpdateReqOutput(released_tags=[])
+        async with asyncio.timeout(5):
+            await front.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
+            assert [answer["text"] for answer in await request] == ["abab"] * 2
+            async with front.manager.model_update_lock.writer_lock():  # no reader is left
+                pass
 
     run_with_front(tmp_path, body)
 
@@ -517,6 +636,14 @@ def test_requests_spread_over_replicas(tmp_path: Path) -> None:
         assert pinned["meta_info"]["dp_rank"] == 1
         samples = await front.generate(text="a", sampling_params={**FOUR, "n": 4})
         assert len({a["meta_info"]["dp_rank"] for a in samples}) == 1  # they share a prefix
+        for index in range(3):
+            rid = f"n{index}"
+            await front.generate(text="ab", rid=rid, sampling_params={**FOUR, "n": 2})
+            numbers = [
+                sum(r.rid.startswith(rid) for r in scheduler.of_type(TokenizedGenerateReqInput))
+                for scheduler in front.schedulers
+            ]
+            assert sorted(numbers) == [0, 3], "the prompt was computed on another replica"
         loads = await front.manager.control.get_loads()
         assert [load["dp_rank"] for load in loads] == [0, 1]
         assert front.manager._dispatcher.num_live == [0, 0]

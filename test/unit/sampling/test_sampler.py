@@ -176,6 +176,21 @@ def test_quick_head_gives_the_same_as_the_whole_vocabulary(
     assert torch.equal(by_head, sampling_probs(logits, info))
 
 
+def test_quick_head_settles_no_row_whose_top_k_reaches_beyond_it() -> None:
+    """Its share is of all that top-k leaves, which the head alone does not tell."""
+    vocab_size = 20_000
+    logits = random_logits(2, vocab_size, scale=0.3)
+    logits[1, :100] += 12.0  # settled by its head
+    wish = FakeReq(params(top_k=12_000, top_p=0.9))
+    reqs = [wish, FakeReq(params(top_p=0.5))]
+    info = batch_info(reqs, vocab_size)
+    assert info.head_size is None
+    alone = sampling_probs(logits[:1], batch_info([wish], vocab_size))
+    together = sampling_probs(logits, info)
+    assert torch.equal(alone[0], together[0])
+    assert int((alone[0] > 0).sum()) > sampler_module.QUICK_HEAD_SIZE
+
+
 def test_equally_likely_tokens_are_kept_together() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]])
     probs = sampling_probs(logits, batch_info([FakeReq(params(top_k=2))], 5))
@@ -328,6 +343,20 @@ def test_penalties_follow_the_output_step_by_step(monkeypatch: pytest.MonkeyPatc
             # Several tokens a step, as after an accepted draft.
             ids = generator.integers(0, 5 * step + 1, size=1 + step % 3)
             req.output_ids.extend(ids.tolist())
+
+
+def test_tiny_repetition_penalty_makes_no_infinity() -> None:
+    reqs = [FakeReq(params(repetition_penalty=1e-45), output_ids=[3, 4])]
+    state = penalties_module.PenaltyState([0], [reqs[0].sampling_params])
+    state.update([[3, 4]])
+    logits = random_logits(1)
+    logits[0, 3], logits[0, 4] = 5.0, -5.0
+    tree = logits.clone()
+    state.apply(logits)
+    state.apply_to_tree(tree, torch.tensor([[4]]), torch.ones((1, 1, 1), dtype=torch.bool))
+    assert torch.isfinite(logits).all() and int(logits.argmax()) == 3
+    assert torch.equal(logits, tree)
+    assert torch.isfinite(torch.softmax(logits, dim=-1)).all()
 
 
 def test_shrunken_output_of_a_penalised_row_is_noticed() -> None:

@@ -36,6 +36,24 @@ def test_continue_final_message_drops_what_follows_it() -> None:
         render_chat("nothing", MESSAGES, continue_final_message=True)
 
 
+@pytest.mark.parametrize("text", ["s", "/s", "<", "assistant", "yo yo", "a\n\nb", "😀"])
+@pytest.mark.parametrize("tail", ["", " ", "\n"])
+def test_continued_text_may_occur_in_what_the_template_writes(text: str, tail: str) -> None:
+    messages = [MESSAGES[0], {"role": "assistant", "content": text + tail}]
+    shown = render_chat(LOOP, messages, continue_final_message=True)
+    assert shown == f"[user] hi</s>[assistant] {text}{tail}"
+    stripped = LOOP.replace("m['content']", "m['content'] | trim")
+    shown = render_chat(stripped, messages, continue_final_message=True)
+    assert shown == f"[user] hi</s>[assistant] {text}"
+    assert messages[1]["content"] == text + tail, "the caller's messages were changed"
+
+
+@pytest.mark.parametrize("content", ["", " ", None, [{"type": "text", "text": "a"}]])
+def test_without_text_there_is_nothing_to_continue(content: object) -> None:
+    with pytest.raises(ChatTemplateError, match="text content"):
+        render_chat(LOOP, [{"role": "assistant", "content": content}], continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from sglang.srt.entrypoints.engine_weights import EngineWeights
@@ -195,8 +196,23 @@ class Engine(EngineWeights, EngineBase):
                 except StopAsyncIteration:
                     return
         finally:
-            # Aborts the request when the caller stops reading.
-            self._run(generator.aclose())
+            self._leave(generator)
+
+    def _leave(self, generator: AsyncGenerator[Any, None]) -> None:
+        """Abort the request of a stream that nobody reads any more.
+
+        That may be found out by the garbage collector in the middle of another call, where nothing
+        can be waited for: then the loop does it next.
+        """
+        if self.loop.is_closed():
+            return
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drive(generator.aclose())
+            finally:
+                self._lock.release()
+        else:
+            asyncio.run_coroutine_threadsafe(generator.aclose(), self.loop)
 
     # -- control --------------------------------------------------------------------------------
 
@@ -254,7 +270,10 @@ class Engine(EngineWeights, EngineBase):
 
     def _on_failure(self, reason: str) -> None:
         """In the watchdog's thread: fail what waits now, or at the next call."""
-        self.loop.call_soon_threadsafe(self.tokenizer_manager.mark_dead, reason)
+        manager = self.tokenizer_manager
+        for loop in {self.loop, manager.event_loop or self.loop}:
+            with suppress(RuntimeError):  # closed
+                loop.call_soon_threadsafe(manager.mark_dead, reason)
 
 
 async def _next(generator: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:

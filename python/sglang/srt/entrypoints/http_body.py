@@ -7,13 +7,19 @@ dataclass as an OpenAPI request body, so that the published schema and the parse
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 import msgspec
 import orjson
 from fastapi import Request
 
+from sglang.srt.managers.io_struct import ControlReqInput
+
 T = TypeVar("T")
+
+# Of our own processes, not of clients.
+_INTERNAL_FIELDS = frozenset(field.name for field in dataclasses.fields(ControlReqInput))
 
 
 class BodyError(ValueError):
@@ -35,7 +41,11 @@ def convert(body: Any, cls: type[T]) -> T:
     """A dataclass from decoded JSON. Raises BodyError."""
     if not isinstance(body, dict):
         raise BodyError(f"The body must be a JSON object, got {type(body).__name__}.")
-    given = {key: value for key, value in body.items() if value is not None}
+    given = {
+        key: value
+        for key, value in body.items()
+        if value is not None and key not in _INTERNAL_FIELDS
+    }
     try:
         return msgspec.convert(given, cls, strict=False)
     except msgspec.ValidationError as exc:
@@ -49,8 +59,11 @@ async def read_as(request: Request, cls: type[T]) -> T:
 
 def body_schema(cls: type, *, required: bool = False) -> dict[str, Any]:
     """`openapi_extra` of a route that reads a `cls`."""
-    (schema,), components = msgspec.json.schema_components([cls], ref_template="#/$defs/{name}")
-    return raw_body_schema(_inline(schema, components), required=required)
+    (reference,), components = msgspec.json.schema_components([cls], ref_template="#/$defs/{name}")
+    schema = _inline(reference, components)
+    for name in _INTERNAL_FIELDS:
+        schema["properties"].pop(name, None)
+    return raw_body_schema(schema, required=required)
 
 
 def raw_body_schema(schema: dict[str, Any], *, required: bool = False) -> dict[str, Any]:

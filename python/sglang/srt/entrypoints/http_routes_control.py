@@ -54,9 +54,9 @@ async def flush_cache(
 @router.post("/abort_request", openapi_extra=body_schema(AbortReq))
 @native
 async def abort_request(request: Request) -> Response:
-    """Abort all requests or those whose id starts with `rid`."""
+    """Abort all requests or those whose id starts with `rid`; with `exact`, equals it."""
     obj = await read_as(request, AbortReq)
-    get_manager().abort_request(obj.rid, obj.abort_all, obj.abort_message)
+    get_manager().abort_request(obj.rid, obj.abort_all, obj.abort_message, obj.exact)
     return Response(status_code=200)
 
 

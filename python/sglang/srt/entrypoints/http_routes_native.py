@@ -73,7 +73,7 @@ async def ready() -> Response:
     manager = get_manager()
     is_ready = (
         manager.server_status is ServerStatus.Up
-        and not manager.is_pause
+        and not manager.is_holding
         and not manager.gracefully_exit
     )
     return Response(status_code=200 if is_ready else 503)

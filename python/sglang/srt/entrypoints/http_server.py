@@ -260,7 +260,11 @@ def _warmup_body(server_args: ServerArgs) -> dict[str, Any]:
     new_tokens = max(1, min(_WARMUP_TOKENS, room - len(ids)))
     return {
         "input_ids": [ids] * server_args.dp_size if server_args.dp_size > 1 else ids,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens},
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": new_tokens,
+            "min_new_tokens": 0,  # whatever is preferred
+        },
         "no_logs": True,
         "log_metrics": False,
     }

@@ -214,7 +214,7 @@ def _floor_of_head(
     # A row without either wish keeps everything, also what lies behind the head.
     keeps_all = is_unlimited & (top_ps >= 1.0)
     floor = head.gather(1, num_kept - 1).masked_fill_(keeps_all, 0.0)
-    return floor, keeps_all | (top_ks <= size) | (sums[:, -1:] >= goals)
+    return floor, keeps_all | (top_ks <= size) | (is_unlimited & (sums[:, -1:] >= goals))
 
 
 def _largest(probs: torch.Tensor, size: int) -> torch.Tensor:

@@ -182,9 +182,11 @@ class _TextWatcher:
         max_len = max(params.stop_str_max_len, params.stop_regex_max_len)
         self._tail = list(view.output_ids[-(num_new + max_len + TAIL_MARGIN) :])
         self._is_cut = len(self._tail) < len(view.output_ids)
-        # One decode settles the common case, in which no string occurs anywhere.
+        # One decode settles the common case, in which no string occurs anywhere. Broken
+        # characters may hide what was there before they came.
         whole_text = decode_tail(self._tail)
-        if self._patterns or any(text in whole_text for text in self._strs):
+        is_whole = "\ufffd" not in whole_text
+        if self._patterns or not is_whole or any(text in whole_text for text in self._strs):
             self._decode = decode_tail
 
     def check(self, index: int) -> FinishReason | None:
@@ -227,10 +229,11 @@ class _TextWatcher:
     def _first_start(self, pattern: str) -> int:
         """Where matches may begin: not at the cut, which is no beginning of the output.
 
-        Of a pattern whose matches have no upper length, anywhere.
+        The window is made so that no match of its length begins in the margin. One of a pattern
+        without an upper length may begin anywhere but at the very cut.
         """
         if not self._is_cut or self._decode is None:
             return 0
         if regex_window(pattern) >= MAX_STOP_REGEX_WINDOW:
-            return 0
-        return len(self._decode(self._tail[:TAIL_MARGIN]).rstrip("\ufffd"))
+            return 1
+        return max(1, len(self._decode(self._tail[:TAIL_MARGIN]).rstrip("\ufffd")))

@@ -16,10 +16,10 @@ import time
 
 import psutil
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError
-from sglang.srt.managers.tokenizer_dispatch import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class HealthProbe:
     async def _generate_one(self) -> None:
         request = GenerateReqInput(
             input_ids=_PROBE_PROMPT,
-            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            sampling_params={"max_new_tokens": 1, "min_new_tokens": 0, "temperature": 0.0},
             rid=f"{HEALTH_CHECK_RID_PREFIX}_{new_rid()}",
             log_metrics=False,
             no_logs=True,

@@ -106,6 +106,8 @@ def encode(message: Any) -> bytes:
     buffer = bytearray(header)
     try:
         _encoder.encode_into(message, buffer, len(header))
+    except RecursionError as error:
+        raise IpcError(f"{type(message).__name__} is nested too deep") from error
     except (NotImplementedError, TypeError, OverflowError, ValueError) as error:
         raise IpcError(f"{type(message).__name__} cannot be encoded: {error}") from error
     return bytes(buffer)
@@ -116,7 +118,7 @@ def decode(data: bytes | memoryview) -> Any:
     name, start = _read_header(data)
     try:
         return _registry.decoder(name).decode(memoryview(data)[start:])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise IpcError(f"{name} does not fit its class: {error}") from error
 
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError, RequestShapeError
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.common import parse_json_object
 
 # ------------------------------------------------------------------------------------------------
 # JSON -> GenerateReqInput
@@ -79,7 +81,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def _is_hidden_states_flag(value: Any) -> bool:
-    return isinstance(value, bool) or value in ("last", "all")
+    return isinstance(value, bool) or value == "last"
 
 
 def _anything(value: Any) -> bool:
@@ -121,7 +123,10 @@ GENERATE_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "return_text_in_logprobs": _BOOL,
     "stream": _BOOL,
     "log_metrics": _BOOL,
-    "return_hidden_states": (_or_list(_is_hidden_states_flag), 'a boolean or "last"'),
+    "return_hidden_states": (
+        _or_list(_is_hidden_states_flag),
+        'a boolean, "last" or a list of them',
+    ),
     "return_prompt_token_ids": _BOOL,
     "return_routed_experts": _BOOL,
     "routed_experts_start_len": _INT,
@@ -156,16 +161,44 @@ def parse_generate_body(body: Any) -> GenerateReqInput:
         raise RequestShapeError(f"invalid type: {describe_json(body)}, expected a map")
     values: dict[str, Any] = {}
     for name, value in body.items():
-        spec = GENERATE_FIELDS.get(name)
-        if spec is None or value is None:
-            continue
-        check, expected = spec
-        if not check(value):
-            raise RequestShapeError(
-                f"invalid type: {describe_json(value)}, expected {expected} for `{name}`"
-            )
-        values[name] = value
+        if name in GENERATE_FIELDS and value is not None:
+            _check_field(name, value)
+            values[name] = value
+    refuse_reserved_rids(values.get("rid"))
     return GenerateReqInput(**values)
+
+
+def _check_field(name: str, value: Any) -> None:
+    check, expected = GENERATE_FIELDS[name]
+    if not check(value):
+        raise RequestShapeError(
+            f"invalid type: {describe_json(value)}, expected {expected} for `{name}`"
+        )
+
+
+def refuse_reserved_rids(rid: str | list[str] | None) -> None:
+    """Raise RequestError for a client's id that would be taken for a health probe's.
+
+    Probes are not counted, leave nothing in the cache and are dropped where there is work.
+    """
+    for one in rid if isinstance(rid, list) else [rid or ""]:
+        if one.startswith(HEALTH_CHECK_RID_PREFIX):
+            raise RequestError(
+                f"rid must not begin with {HEALTH_CHECK_RID_PREFIX!r}: such ids belong to the "
+                "server's own health checks."
+            )
+
+
+def parse_preferred(text: str | None, vocab_size: int) -> dict[str, Any] | None:
+    """`--preferred-sampling-params`, checked at start-up. Raises ValueError."""
+    if not text:
+        return None
+    values = parse_json_object(text, "--preferred-sampling-params")
+    # A preferred minimum may go with the clients' own maximum.
+    params = SamplingParams.from_dict(values, {"max_new_tokens": None})
+    params.verify(vocab_size)
+    params.normalize()
+    return values
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,6 +233,14 @@ class SplitRequest:
     is_list: bool  # the response is a list
     num_prompts: int
     num_samples: int  # the same for every prompt
+
+
+def _check_types(obj: GenerateReqInput) -> None:
+    """Refuse what no scheduler could decode; offline callers come without a parsed body."""
+    for name in GENERATE_FIELDS:
+        value = getattr(obj, name)
+        if value is not None:
+            _check_field(name, value)
 
 
 def _num_prompts(obj: GenerateReqInput) -> tuple[int, bool]:
@@ -251,11 +292,12 @@ def _rids(obj: GenerateReqInput, num_prompts: int, num_samples: int, is_list: bo
         raise RequestError(
             f"rid has {len(obj.rid)} entries, but the request has {num_prompts} prompt(s)."
         )
-    if len(set(obj.rid)) != len(obj.rid):
+    rids = [rid or new_rid() for rid in obj.rid]
+    if len(set(rids)) != len(rids):
         raise RequestError("Duplicate request ID detected within the batch.")
     if num_samples == 1:
-        return list(obj.rid)
-    return [f"{rid}_{i}" for rid in obj.rid for i in range(num_samples)]
+        return rids
+    return [f"{rid}_{i}" for rid in rids for i in range(num_samples)]
 
 
 def _parse_sampling(
@@ -325,6 +367,7 @@ def split_request(
     `preferred` are the server's sampling defaults under the client's values.
     Raises RequestError (RequestShapeError for sampling parameters of a wrong form).
     """
+    _check_types(obj)
     num_prompts, is_list = _num_prompts(obj)
     max_batch = envs.SGLANG_MAX_BATCH_SIZE.get()
     if num_prompts > max_batch:

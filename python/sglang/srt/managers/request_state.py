@@ -133,6 +133,8 @@ class ReqState:
         self.hidden_states: list[Any] | None = None
         self.finish_reason: dict[str, Any] | None = None
         self.last: RequestOutput | None = None
+        # What was cached of the prompt before a warm-up of this very request computed it.
+        self.cached_before: RequestOutput | None = None
         self.dispatched_time = 0.0
         self.first_token_time = 0.0
         self.last_token_time = 0.0
@@ -156,7 +158,8 @@ class ReqState:
         if self.logprobs is not None and output.logprobs is not None:
             self.logprobs.add(output.logprobs, self._text_of)
         if output.hidden_states is not None:
-            self.hidden_states = (self.hidden_states or []) + output.hidden_states
+            rows = (self.hidden_states or []) + output.hidden_states
+            self.hidden_states = rows[-1:] if self.single.return_hidden_states == "last" else rows
         if output.finish_reason is not None:
             self.finish(output.finish_reason, now)
         self.listener.notify(self)
@@ -192,6 +195,7 @@ class ReqState:
 
     def _meta_info(self, weight_version: str, with_timings: bool) -> dict[str, Any]:
         last = self.last
+        cached = self.cached_before or last
         spans: list[dict[str, Any]] = [
             {"version": version, "start": start, "end": end}
             for version, start, end in (last.weight_versions if last is not None else ())
@@ -203,8 +207,8 @@ class ReqState:
             "finish_reason": self.finish_reason,
             "prompt_tokens": last.prompt_tokens if last is not None else len(self.prompt_ids),
             "completion_tokens": len(self.output_ids),
-            "cached_tokens": last.cached_tokens if last is not None else 0,
-            "cached_tokens_details": last.cached_tokens_details if last is not None else None,
+            "cached_tokens": cached.cached_tokens if cached is not None else 0,
+            "cached_tokens_details": cached.cached_tokens_details if cached is not None else None,
             "reasoning_tokens": 0,
             "weight_version": weight_version,
             "weight_versions": spans

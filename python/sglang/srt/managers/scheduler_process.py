@@ -482,7 +482,7 @@ def _scheduler_config(setup: RankSetup) -> SchedulerConfig:
 
 def _make_decode_tail(server_args: ServerArgs) -> DecodeTail | None:
     tokenizer = load_tokenizer(server_args)
-    return tokenizer.decode if tokenizer is not None else None
+    return tokenizer.decode_tail if tokenizer is not None else None
 
 
 def _make_grammar_backend(setup: RankSetup) -> BaseGrammarBackend | None:

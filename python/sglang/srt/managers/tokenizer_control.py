@@ -147,8 +147,9 @@ class TokenizerControl:
             FlushCacheReqInput(timeout_s=timeout_s), timeout_s + envs.SGLANG_CONTROL_TIMEOUT.get()
         )
         success = all(reply.success for reply in replies)
-        failed = [reply for reply in replies if reply.success == success]
-        return FlushCacheReqOutput(success=success, message=merge_messages(failed))
+        # Of a failure only those who failed can tell why.
+        telling = [reply for reply in replies if reply.success == success]
+        return FlushCacheReqOutput(success=success, message=merge_messages(telling))
 
     async def ping(self, timeout_s: float) -> None:
         """Return when every replica's loop has answered."""

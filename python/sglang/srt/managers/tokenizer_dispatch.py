@@ -11,16 +11,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.ipc import PushChannel
+from sglang.srt.managers.ipc import IpcError, PushChannel
+from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.managers.request_normalizer import SingleRequest
 from sglang.srt.managers.request_state import Phase, ReqState
-
-HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
 
 
 class Dispatcher:
@@ -45,8 +45,9 @@ class Dispatcher:
         """Send all requests that were not aborted while held; one message a replica.
 
         The samples of a prompt (`num_samples` neighbours) go to one replica: they share a prefix.
+        Raises RequestError where a request cannot be put in a message; it stays HELD then.
         """
-        by_rank: dict[int, list[TokenizedGenerateReqInput]] = {}
+        by_rank: dict[int, list[ReqState]] = {}
         now = time.time()
         rank = 0
         for position, state in enumerate(states):
@@ -54,13 +55,12 @@ class Dispatcher:
                 rank = self._choose_rank(state.single)
             if state.phase is not Phase.HELD:
                 continue
-            self._mark_sent(state, rank, now)
-            by_rank.setdefault(rank, []).append(self._tokenized(state, stream))
-        for rank, requests in by_rank.items():
-            if len(requests) == 1:
-                self._push[rank].send(requests[0])
-            else:
-                self._push[rank].send(BatchTokenizedGenerateReqInput(requests=requests))
+            self._assign(state, rank, now)
+            by_rank.setdefault(rank, []).append(state)
+        for rank, group in by_rank.items():
+            self._send(rank, [self._tokenized(state, stream) for state in group])
+            for state in group:
+                state.phase = Phase.SENT
 
     def abort(self, state: ReqState) -> None:
         """Tell the replica that works on it, if one does, to stop."""
@@ -86,8 +86,16 @@ class Dispatcher:
         self._next_rank = (rank + 1) % self.dp_size
         return rank
 
-    def _mark_sent(self, state: ReqState, rank: int, now: float) -> None:
-        state.phase = Phase.SENT
+    def _send(self, rank: int, requests: list[TokenizedGenerateReqInput]) -> None:
+        message: Any = requests[0]
+        if len(requests) > 1:
+            message = BatchTokenizedGenerateReqInput(requests=requests)
+        try:
+            self._push[rank].send(message)
+        except IpcError as exc:
+            raise RequestError(f"The request cannot be passed on: {exc}") from exc
+
+    def _assign(self, state: ReqState, rank: int, now: float) -> None:
         state.dispatched_time = now
         state.dp_rank = rank if self.dp_size > 1 else None
         state.sent_rank = rank

@@ -14,17 +14,18 @@ A request: split and checked -> registered -> tokenised -> held while the engine
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from sglang.srt.configs.served_tokenizer import load_tokenizer
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
+from sglang.srt.managers.client_watch import DISCONNECT_POLL_S, ClientConnection, ClientWatch
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchStrOutput,
@@ -49,27 +50,27 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
-    new_rid,
 )
 from sglang.srt.managers.ipc import AsyncPullChannel
+from sglang.srt.managers.prefix_warm_up import make_warm_ups
 from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
 from sglang.srt.managers.request_logger import RequestLogger
-from sglang.srt.managers.request_normalizer import SplitRequest, split_request
+from sglang.srt.managers.request_normalizer import (
+    SplitRequest,
+    parse_preferred,
+    split_request,
+)
 from sglang.srt.managers.request_state import OutputListener, Phase, ReqState
 from sglang.srt.managers.tokenizer_control import TokenizerControl
-from sglang.srt.managers.tokenizer_dispatch import HEALTH_CHECK_RID_PREFIX, Dispatcher
+from sglang.srt.managers.tokenizer_dispatch import Dispatcher
 from sglang.srt.managers.tokenizer_prompts import PromptPreparer
 from sglang.srt.managers.tokenizer_weights import TokenizerWeights, WeightResult, WeightState
 from sglang.srt.observability.metrics import TokenizerMetrics
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.async_lock import RWLock
-from sglang.srt.utils.common import parse_json_object
 
 logger = logging.getLogger(__name__)
 
-# How often a waiting handler looks whether its client is still there, seconds.
-_DISCONNECT_POLL_S = 1.0
 # How often an abort-mode pause repeats its abort until nothing is in flight, seconds.
 _PAUSE_ABORT_PERIOD_S = 1.0
 _PAUSE_MODES = ("abort", "retract", "in_place")
@@ -86,28 +87,6 @@ class ServerStatus(Enum):
     Up = "Up"
     Starting = "Starting"
     UnHealthy = "UnHealthy"
-
-
-class ClientConnection(Protocol):
-    """The part of an HTTP request object that is used here."""
-
-    async def is_disconnected(self) -> bool: ...
-
-
-class _ClientWatch:
-    """Looks, at most once a period, whether the client of a request is still there."""
-
-    def __init__(self, connection: ClientConnection | None) -> None:
-        self._connection = connection
-        self._next_look = time.monotonic() + _DISCONNECT_POLL_S
-
-    async def check(self) -> None:
-        """Raise RequestError when the client is gone."""
-        if self._connection is None or time.monotonic() < self._next_look:
-            return
-        if await self._connection.is_disconnected():
-            raise RequestError("The client disconnected.", status_code=499)
-        self._next_look = time.monotonic() + _DISCONNECT_POLL_S
 
 
 class TokenizerManager:
@@ -129,7 +108,9 @@ class TokenizerManager:
         self.vocab_size = info.vocab_size
         self.tokenizer = load_tokenizer(server_args)
         self._prompts = PromptPreparer(server_args, info, self.tokenizer)
-        self.preferred_sampling = _parse_preferred(server_args.preferred_sampling_params)
+        self.preferred_sampling = parse_preferred(
+            server_args.preferred_sampling_params, info.vocab_size
+        )
 
         self.server_status = ServerStatus.Starting
         self.gracefully_exit = False
@@ -167,7 +148,7 @@ class TokenizerManager:
             guard=self.weight_update_guard,
             on_memory_change=lambda: self._spawn(self._notify_held()),
         )
-        self._handle_loop: asyncio.Task[None] | None = None
+        self._handle_loops: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self.event_loop: asyncio.AbstractEventLoop | None = None  # the one that it runs on
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -211,7 +192,7 @@ class TokenizerManager:
         self._prompts.check(split.singles)
         self.request_logger.log_received(obj)
         states = self._register(obj, split, created)
-        watch = _ClientWatch(request)
+        watch = ClientWatch(request)
         is_holding_lock = False
         answers: list[dict[str, Any]] = []
         try:
@@ -220,7 +201,12 @@ class TokenizerManager:
             is_holding_lock = True
             if split.num_samples > 1:
                 await self._warm_prefixes(states, split.num_samples, watch)
-                await self._hold_while_paused(states, watch)
+                if self.is_holding:
+                    # Not with the lock in hand: whoever ends the hold may have to write.
+                    is_holding_lock = False
+                    self.model_update_lock.release_reader()
+                    await self._acquire_dispatch(states, watch)
+                    is_holding_lock = True
             self._dispatcher.dispatch(states, split.num_samples, stream=obj.stream)
             if obj.stream:
                 if incremental is None:
@@ -293,13 +279,17 @@ class TokenizerManager:
         ]
 
     def _unregister(self, states: list[ReqState]) -> None:
-        """Drop the requests from the table; abort those that still run."""
+        """Drop the requests from the table; abort those that still run.
+
+        The id of one that still runs stays taken until the engine is done with it: what it has
+        sent meanwhile would be taken for news of a later request of that id.
+        """
         for state in states:
-            if self.rid_to_state.get(state.rid) is state:
-                del self.rid_to_state[state.rid]
             if state.phase is Phase.SENT:
                 self._dispatcher.abort(state)
                 state.phase = Phase.FINISHED
+            elif self.rid_to_state.get(state.rid) is state:
+                del self.rid_to_state[state.rid]
             self._dispatcher.forget(state)
 
     def _account(self, obj: GenerateReqInput, states: list[ReqState]) -> None:
@@ -318,18 +308,18 @@ class TokenizerManager:
 
     # -- dispatch -------------------------------------------------------------------------------
 
-    async def _hold_while_paused(self, states: list[ReqState], watch: _ClientWatch) -> None:
+    async def _hold_while_paused(self, states: list[ReqState], watch: ClientWatch) -> None:
         """Return when generation may go on, or when all of `states` were aborted meanwhile."""
         while self.is_holding and not all(state.is_finished for state in states):
             try:
-                async with asyncio.timeout(_DISCONNECT_POLL_S), self.is_pause_cond:
+                async with asyncio.timeout(DISCONNECT_POLL_S), self.is_pause_cond:
                     if self.is_holding:
                         await self.is_pause_cond.wait()
             except TimeoutError:
                 await watch.check()
         self._check_alive()
 
-    async def _acquire_dispatch(self, states: list[ReqState], watch: _ClientWatch) -> None:
+    async def _acquire_dispatch(self, states: list[ReqState], watch: ClientWatch) -> None:
         """Return with the reader lock held, at a moment at which requests may be sent."""
         while True:
             await self._hold_while_paused(states, watch)
@@ -339,46 +329,34 @@ class TokenizerManager:
             self.model_update_lock.release_reader()
 
     async def _warm_prefixes(
-        self, states: list[ReqState], num_samples: int, watch: _ClientWatch
+        self, states: list[ReqState], num_samples: int, watch: ClientWatch
     ) -> None:
-        """Compute each prompt once, with no new tokens, so that its samples share the prefix."""
+        """Compute each prompt once, so that its samples share the prefix."""
         if self.server_args.disable_radix_cache:
             return
-        warm: list[ReqState] = []
-        listener = OutputListener()
-        for first in states[::num_samples]:
-            if first.phase is not Phase.HELD or len(first.prompt_ids) < 2:
-                continue
-            single = dataclasses.replace(
-                first.single,
-                rid=new_rid(),
-                sampling_params=SamplingParams(max_new_tokens=0),
-                return_logprob=False,
-                return_hidden_states=False,
-            )
-            single.sampling_params.normalize()
-            state = ReqState(single, listener, created=first.created)
-            state.prompt_ids = first.prompt_ids
-            warm.append(state)
+        warm_ups = make_warm_ups(states, num_samples)
+        warm = [warm_up.state for warm_up in warm_ups]
         self.rid_to_state.update((state.rid, state) for state in warm)
         try:
             self._dispatcher.dispatch(warm, 1, stream=False)
             await self._wait_finished(warm, watch)
         finally:
             self._unregister(warm)
+        for warm_up in warm_ups:
+            warm_up.hand_on()
 
     # -- following answers ----------------------------------------------------------------------
 
     @staticmethod
-    async def _next_news(listener: OutputListener, watch: _ClientWatch) -> ReqState:
+    async def _next_news(listener: OutputListener, watch: ClientWatch) -> ReqState:
         """The next state with news. Raises RequestError when the client is gone."""
         while True:
-            state = await listener.next(_DISCONNECT_POLL_S)
+            state = await listener.next(DISCONNECT_POLL_S)
             await watch.check()
             if state is not None:
                 return state
 
-    async def _wait_finished(self, states: list[ReqState], watch: _ClientWatch) -> None:
+    async def _wait_finished(self, states: list[ReqState], watch: ClientWatch) -> None:
         """Return when all have finished. Raises RequestError for one that failed."""
         for state in states:  # ended while held
             state.is_counted = state.is_finished
@@ -392,7 +370,7 @@ class TokenizerManager:
                 remaining -= 1
                 self._raise_failure(state)
 
-    async def _wait_all(self, states: list[ReqState], watch: _ClientWatch) -> list[dict[str, Any]]:
+    async def _wait_all(self, states: list[ReqState], watch: ClientWatch) -> list[dict[str, Any]]:
         await self._wait_finished(states, watch)
         return [self._render(state, False) for state in states]
 
@@ -400,7 +378,7 @@ class TokenizerManager:
         self,
         states: list[ReqState],
         is_list: bool,
-        watch: _ClientWatch,
+        watch: ClientWatch,
         incremental: bool,
     ) -> AsyncIterator[dict[str, Any]]:
         """Chunks in the order in which news arrive; slow readers get merged chunks."""
@@ -449,10 +427,12 @@ class TokenizerManager:
         loop that no longer runs would leave every answer unread.
         """
         loop = asyncio.get_running_loop()
-        task = self._handle_loop
-        if task is None or task.done() or task.get_loop() is not loop:
-            self.event_loop = loop
-            self._handle_loop = loop.create_task(self._handle_messages())
+        self.event_loop = loop
+        task = self._handle_loops.get(loop)
+        if task is None or task.done():
+            open_loops = {k: t for k, t in self._handle_loops.items() if not k.is_closed()}
+            # One a loop, and kept: one that is dropped takes the channel from its successor.
+            self._handle_loops = open_loops | {loop: loop.create_task(self._handle_messages())}
 
     async def _handle_messages(self) -> None:
         try:
@@ -478,8 +458,13 @@ class TokenizerManager:
 
     def _absorb(self, output: RequestOutput, now: float) -> None:
         state = self.rid_to_state.get(output.rid)
-        if state is None or state.is_finished:
-            return  # its client left, or it was a health probe that is no longer waited for
+        if state is None:
+            return
+        if state.is_finished:
+            # Its client left, or it was a health probe that is no longer waited for.
+            if output.finish_reason is not None:
+                del self.rid_to_state[output.rid]
+            return
         previous = state.last_token_time
         state.absorb(output, now)
         if self.metrics is not None and previous and output.new_token_ids:
@@ -559,19 +544,33 @@ class TokenizerManager:
         self._dispatcher.broadcast(message)
 
     def abort_request(
-        self, rid: str = "", abort_all: bool = False, abort_message: str | None = None
+        self,
+        rid: str = "",
+        abort_all: bool = False,
+        abort_message: str | None = None,
+        exact: bool = False,
     ) -> None:
-        """Abort all requests, or those whose id starts with `rid`. Unknown ids are ignored."""
+        """Abort all requests, or those whose id starts with `rid` (`exact`: equals it).
+
+        Unknown ids are ignored. The choices of a request have ids of their own: `rid`_0, …
+        """
         if not rid and not abort_all:
             return
-        hit = [
-            state for state in self.rid_to_state.values() if abort_all or state.rid.startswith(rid)
-        ]
+
+        def matches(state: ReqState) -> bool:
+            return abort_all or (state.rid == rid if exact else state.rid.startswith(rid))
+
+        hit = [state for state in self.rid_to_state.values() if matches(state)]
         for state in hit:
             if state.phase is Phase.HELD:
                 self._finish_held(state, abort_message)
         if any(state.phase is Phase.SENT for state in hit) or abort_all:
-            message = AbortReq(rid=rid, abort_all=abort_all, abort_message=abort_message)
+            message = AbortReq(
+                rid=rid,
+                abort_all=abort_all,
+                abort_message=abort_message,
+                exact=exact and not abort_all,
+            )
             self._dispatcher.broadcast(message)
 
     def _finish_held(self, state: ReqState, abort_message: str | None) -> None:
@@ -775,18 +774,10 @@ class TokenizerManager:
 
     def close(self) -> None:
         """Stop following messages and close the channels."""
-        if self._handle_loop is not None:
-            self._handle_loop.cancel()
-            self._handle_loop = None
+        for loop, task in self._handle_loops.items():
+            if not loop.is_closed():
+                task.cancel()
+        self._handle_loops = {}
         self._prompts.close()
         self._pull.close()
         self._dispatcher.close()
-
-
-def _parse_preferred(text: str | None) -> dict[str, Any] | None:
-    """`--preferred-sampling-params`, checked at start-up. Raises ValueError."""
-    if not text:
-        return None
-    values = parse_json_object(text, "--preferred-sampling-params")
-    SamplingParams.from_dict(values)
-    return values

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
 _INITIAL_CAPACITY = 256
 
@@ -69,8 +69,7 @@ class PenaltyState:
         rows, token_ids = places.unbind(0)
         repetition, subtrahend = factors.unbind(0)
         values = logits[rows, token_ids]
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        logits.index_put_((rows, token_ids), values - subtrahend)
+        logits.index_put_((rows, token_ids), _repeated(values, repetition) - subtrahend)
 
     def apply_to_tree(
         self, logits: torch.Tensor, token_ids: torch.Tensor, is_ancestor: torch.Tensor
@@ -104,8 +103,7 @@ class PenaltyState:
 
         view = logits.view(-1, num_nodes, vocab_size)
         values = view[rows]
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(is_new | seen.unsqueeze(1), repeated, values)
+        values = torch.where(is_new | seen.unsqueeze(1), _repeated(values, repetition), values)
         view[rows] = values - (subtrahend.unsqueeze(1) + frequency * times + presence * is_new)
 
     def _count(self, index: int, token_id: int) -> None:
@@ -122,3 +120,9 @@ class PenaltyState:
         self._places[:, cell] = self.rows[index], token_id
         self._factors[:, cell] = repetition, frequency + presence
         self._num_cells += 1
+
+
+def _repeated(logits: torch.Tensor, repetition: torch.Tensor) -> torch.Tensor:
+    """Logits under a repetition penalty. A tiny one must not make an infinity of a logit."""
+    changed = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return changed.clamp_(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

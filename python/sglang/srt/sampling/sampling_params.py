@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from numbers import Integral, Real
 from re import _parser as re_parser
 from typing import Any
@@ -238,8 +239,12 @@ def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
         raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {exc}") from exc
 
 
+@lru_cache(maxsize=256)  # asked at every step of a request
 def regex_window(pattern: str) -> int:
-    """Tokens that can hold a match of `pattern`: its longest match, 4 bytes a character."""
+    """Tokens that can hold a match of `pattern`: its longest match, 4 bytes a character.
+
+    Raises ValueError where it does not compile.
+    """
     compile_stop_regex(pattern)
     try:
         max_chars = int(re_parser.parse(pattern).getwidth()[1])

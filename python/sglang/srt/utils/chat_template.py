@@ -19,6 +19,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# Of private characters, which no text holds.
+_END_MARK = "\ue0e5\uf8d1\ue0e5"
+
 
 class ChatTemplateError(ValueError):
     """The template refused the messages, or is itself broken; the text is for the client."""
@@ -82,6 +85,9 @@ def render_chat(
     `continue_final_message` leaves the last message open, so that the model goes on with it.
     Raises ChatTemplateError with a sentence for the client.
     """
+    tail = ""
+    if continue_final_message:
+        messages, tail = _mark_final_message(messages)
     variables: dict[str, Any] = dict(special_tokens or {})
     variables.update(extra or {})
     variables.update(
@@ -101,21 +107,28 @@ def render_chat(
             f"the chat template cannot render these messages: {type(exc).__name__}: {exc}"
         ) from exc
     if continue_final_message:
-        text = _reopen_final_message(text, messages)
+        text = _reopen_final_message(text, tail)
     return text
 
 
-def _reopen_final_message(text: str, messages: list[dict[str, Any]]) -> str:
-    """Cut what the template wrote after the last message's content."""
+def _mark_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The messages with a mark at the end of the last one's text; the spaces behind it."""
     final = messages[-1].get("content") if messages else None
-    if not isinstance(final, str) or not final:
+    if not isinstance(final, str) or not final.strip():
         raise ChatTemplateError("continue_final_message needs a last message with text content")
-    start = text.rfind(final)
-    if start < 0:  # templates commonly strip the content
-        final = final.strip()
-        start = text.rfind(final)
-    if start < 0 or not final:
+    shown = final.rstrip()
+    tail = final[len(shown) :]
+    return [*messages[:-1], {**messages[-1], "content": shown + _END_MARK + tail}], tail
+
+
+def _reopen_final_message(text: str, tail: str) -> str:
+    """Cut what the template wrote after the last message's content, and the mark.
+
+    `tail`: the content's last spaces, which templates commonly strip.
+    """
+    end = text.rfind(_END_MARK)
+    if end < 0:
         raise ChatTemplateError(
             "continue_final_message: the chat template does not show the last message's text"
         )
-    return text[: start + len(final)]
+    return text[:end] + (tail if text.startswith(tail, end + len(_END_MARK)) else "")

@@ -32,6 +32,8 @@ from sglang.srt.utils.token_bound import TokenBound, token_bound
 logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
+# The `tokenizers` library takes ids of 32 bits.
+_ID_LIMIT = 2**32
 
 
 class BaseTokenizer(ABC):
@@ -66,6 +68,13 @@ class BaseTokenizer(ABC):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of a whole sequence. Ids outside the vocabulary are dropped."""
 
+    def decode_tail(self, token_ids: Sequence[int]) -> str:
+        """Text of a piece of a longer sequence, special tokens included.
+
+        A character that the piece cuts hides no other one. Ids outside the vocabulary are dropped.
+        """
+        return self.decode(token_ids)
+
     @abstractmethod
     def make_decoder(self, skip_special_tokens: bool) -> IncrementalDecoder:
         """A fresh decoder for one request."""
@@ -76,6 +85,10 @@ class BaseTokenizer(ABC):
         if cached is None:
             cached = self._token_texts[token_id] = self.decode([token_id])
         return cached
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token on its own, also where they are part of a character."""
+        return self.token_text(token_id).encode("utf-8")
 
     def __init__(self) -> None:
         self._token_texts: dict[int, str] = {}
@@ -203,7 +216,7 @@ class TokenBytes(dict[int, bytes]):
         self._raw = raw
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
+        token = self._raw.id_to_token(token_id) if 0 <= token_id < _ID_LIMIT else None
         alphabet = _byte_of_char()
         if token is None:
             data = b""
@@ -223,7 +236,7 @@ class TokenPieces(dict[int, str | int]):
         self._raw = raw
 
     def __missing__(self, token_id: int) -> str | int:
-        token = self._raw.id_to_token(token_id) if token_id >= 0 else None
+        token = self._raw.id_to_token(token_id) if 0 <= token_id < _ID_LIMIT else None
         piece: str | int
         if token is None:
             piece = ""
@@ -235,10 +248,15 @@ class TokenPieces(dict[int, str | int]):
         return piece
 
 
+def _decoder_steps(tokenizer_spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps of the tokenizer's own decoder; one that is no sequence is one step."""
+    spec = tokenizer_spec.get("decoder") or {}
+    return spec.get("decoders", [spec]) if spec.get("type") == "Sequence" else [spec]
+
+
 def _decoder_family(tokenizer_spec: Mapping[str, Any]) -> str:
     """`byte_level`, `byte_fallback` or `other`, from the tokenizer's own decoder."""
-    spec = tokenizer_spec.get("decoder") or {}
-    steps = spec.get("decoders", [spec]) if spec.get("type") == "Sequence" else [spec]
+    steps = _decoder_steps(tokenizer_spec)
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return "byte_level"
@@ -274,6 +292,9 @@ class LightTokenizer(BaseTokenizer):
         self.chat_template = _chat_template_of(config)
         spec = json.loads(raw.to_str())
         self._family = _decoder_family(spec)
+        self._falls_back_to_bytes = any(
+            step.get("type") == "ByteFallback" for step in _decoder_steps(spec)
+        )
         self.bound = token_bound(spec, _byte_of_char())
         self._token_bytes = TokenBytes(raw)
         self._token_pieces = TokenPieces(raw)
@@ -291,8 +312,26 @@ class LightTokenizer(BaseTokenizer):
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        known = [t for t in token_ids if 0 <= t < 2**32]
+        known = [t for t in token_ids if 0 <= t < _ID_LIMIT]
         return self._raw.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def decode_tail(self, token_ids: Sequence[int]) -> str:
+        if not self._falls_back_to_bytes:
+            return self.decode(token_ids)
+        # To the decoder a run of bytes with part of a character in it is no text at all.
+        pieces = [self._token_pieces[token_id] for token_id in token_ids]
+        start = 0
+        while start < len(pieces) and _is_continuation(pieces[start]):
+            start += 1
+        return self.decode(token_ids[start : len(pieces) - _num_incomplete(pieces)])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._token_pieces[token_id] if self._falls_back_to_bytes else None
+        if isinstance(piece, int):
+            return bytes([piece])
+        if self._family == "byte_level":
+            return self._token_bytes[token_id]
+        return super().token_bytes(token_id)
 
     def make_decoder(self, skip_special_tokens: bool) -> IncrementalDecoder:
         skip = self.special_ids if skip_special_tokens else frozenset()
@@ -301,6 +340,21 @@ class LightTokenizer(BaseTokenizer):
         if self._family == "byte_fallback":
             return ByteFallbackDecoder(self._token_pieces, skip)
         return WindowDecoder(self, skip_special_tokens)
+
+
+def _is_continuation(piece: str | int) -> bool:
+    """Whether this is a byte of a UTF-8 character, but not its first."""
+    return isinstance(piece, int) and 0x80 <= piece < 0xC0
+
+
+def _num_incomplete(pieces: Sequence[str | int]) -> int:
+    """How many bytes at the end are the beginning of a UTF-8 character without its end."""
+    for count, piece in enumerate(reversed(pieces[-3:]), start=1):
+        if not _is_continuation(piece):
+            # The first byte says how long its character is.
+            is_short = isinstance(piece, int) and piece >= (0xC0, 0xE0, 0xF0)[count - 1]
+            return count if is_short else 0
+    return 0
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

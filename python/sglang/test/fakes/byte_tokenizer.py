@@ -1,4 +1,4 @@
-"""A small real tokenizer file: byte-level BPE with a few merges and two end tokens.
+"""Small real tokenizers: byte-level BPE with a few merges and two end tokens; byte fallback.
 
 Built in memory, so that tests of text and grammars need no downloaded model.
 """
@@ -27,6 +27,18 @@ def build_byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in END_TEXTS])
+    return tokenizer
+
+
+def build_byte_fallback_tokenizer() -> Tokenizer:
+    """ASCII characters as pieces, U+2581 for the space, and a token `<0xNN>` for every byte."""
+    pieces = [chr(code) for code in range(33, 127)] + ["\u2581"]
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 

@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.openai.protocol import CommonRequest
 from sglang.srt.entrypoints.openai.template_manager import TemplateManager
 from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError
+from sglang.srt.managers.request_normalizer import refuse_reserved_rids
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
@@ -91,7 +92,11 @@ class OpenAIServingBase:
     def generate_input(
         self, request: CommonRequest, sampling_params: dict[str, Any], **fields: Any
     ) -> GenerateReqInput:
-        """The native request; `fields` add the prompt and the logprob wishes."""
+        """The native request; `fields` add the prompt and the logprob wishes.
+
+        Raises RequestError for an id that clients may not have.
+        """
+        refuse_reserved_rids(request.rid)
         return GenerateReqInput(
             sampling_params=sampling_params,
             # One base id: the choices' ids begin with it, so that one abort reaches them all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +17,11 @@ from sglang.srt.entrypoints.openai.serving_base import (
     version_metadata,
 )
 from sglang.srt.entrypoints.openai.template_manager import TemplateManager, plain_messages
+from sglang.srt.managers.client_watch import ClientConnection
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_errors import RequestError
-from sglang.srt.managers.tokenizer_manager import ClientConnection, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.tokenizer import BaseTokenizer
 
 
 class OpenAIServingChat(OpenAIServingBase):
@@ -68,20 +71,26 @@ class OpenAIServingChat(OpenAIServingBase):
             "model": self.model_name(request),
         }
         continuous = self.wants_continuous_usage(request)
-        last: dict[str, Any] = {}
+        prompt_ids: list[int] | None = None
+        output_ids: dict[int, list[int]] = defaultdict(list)
         async for item in self.manager.generate_request(native, connection, incremental=True):
             index, meta = item.get("index", 0), item["meta_info"]
             is_first = index not in metas
             metas[index] = meta
-            last = item
-            for choice in self._chunk_choices(request, index, item, is_first):
+            prompt_ids = item.get("prompt_token_ids")
+            output_ids[index] += item["output_ids"]
+            choices = self._chunk_choices(request, index, item, is_first)
+            if request.return_token_ids and meta["finish_reason"] is not None:
+                choices[-1]["token_ids"] = output_ids[index]
+            for choice in choices:
                 chunk = {**head, "choices": [choice]}
                 if continuous:
                     chunk["usage"] = self.usage([meta], 1)
                 yield chunk
         ordered = [metas[index] for index in sorted(metas)]
         tail = {**head, "choices": []}
-        extension = self._extension(request, {**last, "meta_info": ordered[0]})
+        first = {"prompt_token_ids": prompt_ids, "output_ids": output_ids[0]}
+        extension = self._extension(request, {**first, "meta_info": ordered[0]})
         if extension is not None:
             yield {**tail, "sglext": extension}
         if self.wants_final_usage(request):
@@ -154,9 +163,11 @@ class OpenAIServingChat(OpenAIServingBase):
                 "reasoning_content": None,
                 "tool_calls": None,
             },
-            "logprobs": chat_logprobs(meta) if request.logprobs else None,
+            "logprobs": self._logprobs(request, meta),
             **finish_fields(meta),
         }
+        if request.return_token_ids:
+            choice["token_ids"] = item["output_ids"]
         if request.return_hidden_states:
             choice["hidden_states"] = meta.get("hidden_states")
         return choice
@@ -174,7 +185,7 @@ class OpenAIServingChat(OpenAIServingBase):
 
         if is_first:
             add({"role": "assistant", "content": "", "reasoning_content": None})
-        logprobs = chat_logprobs(meta) if request.logprobs else None
+        logprobs = self._logprobs(request, meta)
         if item.get("text") or (logprobs and logprobs["content"]):
             add({"content": item.get("text", "")}, logprobs)
         if meta["finish_reason"] is not None:
@@ -182,6 +193,11 @@ class OpenAIServingChat(OpenAIServingBase):
             if request.return_hidden_states:
                 choices[-1]["hidden_states"] = meta.get("hidden_states")
         return choices
+
+    def _logprobs(
+        self, request: ChatCompletionRequest, meta: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        return chat_logprobs(meta, self.manager.tokenizer) if request.logprobs else None
 
     def _extension(
         self, request: ChatCompletionRequest, item: dict[str, Any]
@@ -193,19 +209,20 @@ class OpenAIServingChat(OpenAIServingBase):
         return block or None
 
 
-def chat_logprobs(meta: dict[str, Any]) -> dict[str, Any]:
+def chat_logprobs(meta: dict[str, Any], tokenizer: BaseTokenizer | None) -> dict[str, Any]:
     """The chat form of the logprobs in this choice or chunk."""
     rows = meta["output_token_logprobs"]
     tops = meta.get("output_top_logprobs") or [None] * len(rows)
     content = []
     for row, top in zip(rows, tops):
-        entry = _chat_entry(row)
-        entry["top_logprobs"] = [_chat_entry(candidate) for candidate in top or ()]
+        entry = _chat_entry(row, tokenizer)
+        entry["top_logprobs"] = [_chat_entry(candidate, tokenizer) for candidate in top or ()]
         content.append(entry)
     return {"content": content}
 
 
-def _chat_entry(row: list[Any]) -> dict[str, Any]:
-    value, _, text = row
-    text = text or ""
-    return {"token": text, "bytes": list(text.encode("utf-8")), "logprob": value}
+def _chat_entry(row: list[Any], tokenizer: BaseTokenizer | None) -> dict[str, Any]:
+    value, token_id, text = row
+    # A token may be part of a character: its text shows that no more, its bytes do.
+    data = tokenizer.token_bytes(token_id) if tokenizer is not None else b""
+    return {"token": text or "", "bytes": list(data), "logprob": value}

@@ -14,9 +14,9 @@ from sglang.srt.entrypoints.openai.serving_base import (
     unix_time,
     version_metadata,
 )
+from sglang.srt.managers.client_watch import ClientConnection
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.request_errors import RequestError
-from sglang.srt.managers.tokenizer_manager import ClientConnection
 
 Prompt = str | list[int]
 
@@ -175,7 +175,7 @@ def completion_logprobs(meta: dict[str, Any], *, with_input: bool) -> dict[str, 
         num_input = len(rows) - len(tops)
         tops = list(meta.get("input_top_logprobs") or [None] * num_input) + tops
     return {
-        "tokens": [row[2] for row in rows],
+        "tokens": [_token_name(row[1], row[2]) for row in rows],
         "token_logprobs": [row[0] for row in rows],
         "top_logprobs": [_top_map(top) for top in tops],
         # Offsets into the text are not tracked; clients know -1.
@@ -188,6 +188,12 @@ def _top_map(top: list[Any] | None) -> dict[str, float] | None:
     if top is None:
         return None
     texts: dict[str, float] = {}
-    for value, _, text in top:
-        texts[text] = max(value, texts.get(text, value))
+    for value, token_id, text in top:
+        name = _token_name(token_id, text)
+        texts[name] = max(value, texts.get(name, value))
     return texts
+
+
+def _token_name(token_id: int, text: str | None) -> str:
+    """The token's text; a server without a tokenizer has none."""
+    return f"token_id:{token_id}" if text is None else text
