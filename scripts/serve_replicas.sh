@@ -17,6 +17,8 @@
 #   METRICS_PORT      of the router's Prometheus page (29000)
 #   GPUS_PER_REPLICA  where there are GPUs (1); replica i gets the next ones
 #   LOG_DIR           for replica-1.log ... and router.log (logs/ beside the project)
+# Where the flags do not say it, the replicas have the name of the model's folder as served model
+# name, and on a CPU take at most half of the free memory together for KV and host pools.
 # A replica that ends is left out and the others go on; start it again by LOG_DIR/replica-1.sh ...,
 # from any terminal: it counts as before, and is not stopped with this script.
 # lib.sh lists the variables of the environment. docs/scaling.md says how to choose.
@@ -24,7 +26,7 @@
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-usage() { sed -n '2,23p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
+usage() { sed -n '2,25p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'; }
 case "${1:-}" in
   -h | --help) usage; exit 0 ;;
   '' | *[!0-9]* | 0) usage >&2; exit 2 ;;
@@ -48,8 +50,11 @@ LOG_DIR="${LOG_DIR:-$ROOT/logs}"
   || die "the folder $LOG_DIR cannot be made; set LOG_DIR."
 
 # Before anything is installed or loaded, and so that nobody takes another's service for ours.
+ROLES=()
 require_free() { # port, what is to listen there, what to change
   require_port "$1" "$3"
+  [ -z "${ROLES[10#$1]:-}" ] || die "port $1 would be for ${ROLES[10#$1]} and for $2; set $3."
+  ROLES[10#$1]="$2"
   ! listens 127.0.0.1 "$1" || die "something listens on port $1 already, where $2 is to be; set $3."
 }
 require_free "$PORT" "the router" PORT
@@ -91,8 +96,14 @@ if [ -n "${STORAGE_CONFIG:-}" ]; then
 fi
 
 # Once, not by every replica.
-[ -n "$HAS_MODEL" ] || "$PY" "$ROOT/scripts/fetch_model.py" >/dev/null \
+SMALL_MODEL=""
+[ -n "$HAS_MODEL" ] || SMALL_MODEL="$("$PY" "$ROOT/scripts/fetch_model.py" | tail -n 1)" \
   || die "the small model could not be fetched (see above); serve one you have with --model-path."
+EXTRA="$("$PY" "$ROOT/scripts/replica_flags.py" "$COUNT" "$SMALL_MODEL" "${FLAGS[@]}" "$@")" || exit 2
+while IFS= read -r word; do
+  if [ -n "$word" ]; then FLAGS+=("$word"); fi
+done <<<"$EXTRA"
+[ -z "$EXTRA" ] || say "each replica gets ${EXTRA//$'\n'/ }"
 KEY=()
 if [ -n "${API_KEY:-}" ]; then KEY=(--api-key "$API_KEY"); fi
 

@@ -8,6 +8,7 @@ Variables of other programs (`OMP_NUM_THREADS`, `PROMETHEUS_MULTIPROC_DIR`) are 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -43,7 +44,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower(), re.ASCII)
     if match is None:
         raise ValueError("expected bytes, or a number with kB, MB, GB, TB, KiB, MiB, GiB, TiB")
-    return int(float(match[1]) * _BYTE_UNITS[match[2] or ""])
+    size = float(match[1]) * _BYTE_UNITS[match[2] or ""]
+    if not math.isfinite(size):
+        raise ValueError("the size is too large")
+    return int(size)
 
 
 class EnvVar(Generic[T]):

@@ -140,7 +140,7 @@ def test_passwords_and_databases(own_server: Callable[..., RespServer]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"ttl": 1e30}, "thousand years"),
+        ({"ttl": 1e30}, "ttl must be"),
         ({"batch_bytes": 0}, "batch_bytes must be from 1"),
         ({"url": "redis://h?socket_timeout=3"}, "url takes no socket_timeout"),
     ],

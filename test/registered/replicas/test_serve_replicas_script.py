@@ -51,9 +51,15 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
 """
+MODEL = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64},
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 512, "torch_dtype": "float32"},
+}
 INTERPRETER = """#!/usr/bin/env bash
 case "$*" in
   "-m smg launch"* | "-m sglang.cli serve"*) exec {python} {stand_in} "$@" ;;
+  "-m pip install"*) echo "a test must install nothing" >&2; exit 1 ;; # {python} is not its own
   *) exec {python} "$@" ;;
 esac
 """
@@ -164,9 +170,12 @@ def make_environment(folder: Path) -> dict[str, str]:
 def service(tmp_path: Path) -> Iterator[Service]:
     port = free_ports(4)
     environment = {**make_environment(tmp_path), "PORT": str(port), "METRICS_PORT": str(port + 3)}
+    model = tmp_path / "models" / "a model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
     with (tmp_path / "said").open("w") as said:
         script = subprocess.Popen(
-            ["bash", str(SCRIPT), "2", "--model-path", "a model", "--random-seed", "7"],
+            ["bash", str(SCRIPT), "2", "--model-path", str(model), "--device", "cpu"],
             env=environment,
             stderr=said,
             text=True,
@@ -215,6 +224,14 @@ def test_a_replica_started_again_is_one_of_the_service(service: Service) -> None
     assert not answers(service.port)
 
 
+def test_replicas_share_a_name_and_the_memory(service: Service) -> None:
+    first, second = (service.notes(number)["words"] for number in (1, 2))
+    for words in (first, second):
+        assert words[words.index("--served-model-name") + 1] == "a model"
+        assert int(words[words.index("--max-total-tokens") + 1]) > 0
+    assert "each replica gets --served-model-name a model" in service.said
+
+
 def test_the_start_of_a_replica_is_for_its_owner_alone(service: Service) -> None:
     assert (service.folder / "replica-1.sh").stat().st_mode & 0o777 == 0o700
     assert "sk-1" not in service.said and "secret" not in service.said
@@ -252,3 +269,29 @@ def test_a_store_that_runs_is_not_taken_for_ours(tmp_path: Path) -> None:
         done = run("2", environment=environment)
     assert done.returncode == 1
     assert "STORAGE_PORT" in done.stderr and "MOONCAKE_MASTER" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("storage", "metrics", "store", "clash"),
+    [
+        (
+            "redis",
+            2,
+            9,
+            "replica 2 and for the router's metrics page|metrics page and for replica 2",
+        ),
+        ("redis", 0, 9, "the router and for the router's metrics page"),
+        ("mooncake", 8, 2, "replica 2 and for the storage"),
+        ("mooncake", 6, 4, "metrics page and for the storage"),
+    ],
+)
+def test_ports_that_are_meant_for_two_are_refused(
+    tmp_path: Path, storage: str, metrics: int, store: int, clash: str
+) -> None:
+    port = free_ports(12)
+    environment = {**make_environment(tmp_path), "PORT": str(port), "STORAGE": storage}
+    environment |= {"METRICS_PORT": str(port + metrics), "STORAGE_PORT": str(port + store)}
+    done = run("2", "--model-path", "a model", environment=environment)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.search(clash, line), line

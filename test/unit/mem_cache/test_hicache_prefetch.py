@@ -584,7 +584,7 @@ def test_a_read_that_ends_while_a_tick_looks_at_it_is_not_thrown_away(
     req = submitted(engine, tokens)
     engine.controller.step_query()
     engine.tick()
-    looks = [PrefetchOperation.is_done.fget, PrefetchOperation.completed_tokens.fget]
+    looks = [vars(PrefetchOperation)[name].fget for name in ("is_done", "completed_tokens")]
 
     def looking(look: Callable[[PrefetchOperation], int]) -> Callable[[PrefetchOperation], int]:
         def then_reading(operation: PrefetchOperation) -> int:

@@ -207,14 +207,21 @@ def test_ranks_stay_in_step_where_storage_hangs_on_one_of_them() -> None:
             HiCacheTreeBase.detach_storage_backend,
         )
         for attempt in attempts:
-            outcomes = on_all(lambda engine, attempt=attempt: attempt(engine.tree))
+
+            def tried(
+                engine: HiCacheEngine, attempt: Callable[..., tuple[bool, str]] = attempt
+            ) -> tuple[bool, str]:
+                return attempt(engine.tree)
+
+            outcomes = on_all(tried)
             assert [success for success, _ in outcomes] == [False, False]
             ticked(lambda: True)
         assert all(engine.tree.ongoing_backup for engine in ranks)
         hanging.release()
         ticked(lambda: not any(engine.tree.has_pending_transfers() for engine in ranks))
         for first in (100, 200):  # the host is full and has to evict
-            on_all(lambda engine, first=first: engine.run(prompt(2, first=first)))
+            tokens = prompt(2, first=first)
+            on_all(lambda engine: engine.run(tokens))  # noqa: B023 - called at once
             on_all(HiCacheEngine.evict_all)
             ticked(lambda: True)
         assert all(on_all(lambda engine: engine.tree.detach_storage_backend()[0]))

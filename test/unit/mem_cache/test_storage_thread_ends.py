@@ -52,6 +52,7 @@ def test_what_is_no_exception_ends_one_operation_and_no_thread(
         operation, completed = rig.fetch(key)
         assert completed == num_expected
         if completed:
+            assert operation.host_indices is not None
             rig.host.free(operation.host_indices)
     rig.wait_all_free()
 
@@ -100,6 +101,7 @@ def test_queues_of_threads_that_ended_early_are_answered_and_empty(rig: Controll
     for _ in range(2):
         again, completed = rig.fetch(key)
         assert completed == len(key)
+        assert again.host_indices is not None
         rig.host.free(again.host_indices)
 
 

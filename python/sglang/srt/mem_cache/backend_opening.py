@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, StorageError
 from sglang.srt.utils.attempt import Attempt
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,21 @@ class BackendOpening(Attempt[HiCacheStorage]):
     ) -> None:
         super().__init__(
             f"open-{name}",
-            make,
+            functools.partial(_make, name, make),
             functools.partial(_begin_closing, name),
             timeout_s=timeout_s,
             late=f"{name} has not answered for {timeout_s:g} s",
         )
+
+
+def _make(name: str, make: Callable[[], HiCacheStorage]) -> HiCacheStorage:
+    """Make the backend. An error that would end the thread without a word fails the attempt."""
+    try:
+        return make()
+    except Exception:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the user's class may raise SystemExit
+        raise StorageError(f"{name} could not be made: {error!r}") from error
 
 
 def _begin_closing(name: str, backend: HiCacheStorage) -> None:

@@ -299,6 +299,8 @@ class HiCacheFile(HiCacheStorage):
         self._log = RateLimitedLog(logger)
         # Directories with something in them where a page belongs: named once each.
         self._blocked: set[str] = set()
+        # Damaged files that could not be removed, by path: inode. Counted and named once each.
+        self._undeletable: dict[str, int] = {}
         # Files whose header has been checked, by path: (inode, length). Presence is never cached.
         self._known: dict[str, tuple[int, int]] = {}
         self._readers = ThreadPoolExecutor(options.read_threads, "hicache-file-read")
@@ -541,17 +543,23 @@ class HiCacheFile(HiCacheStorage):
         return True
 
     def _discard(self, path: str, result: page_file.PageRead) -> None:
-        """Count and remove a file that is not the page it should be."""
-        is_foreign = result.status is PageStatus.FOREIGN
-        self._count(**{"foreign" if is_foreign else "corrupt": 1})
-        self._log.warning(
-            "discard", "%s is %s: removed, counts as a miss", path, result.status.value
-        )
+        """Remove a file that is not the page it should be; one that stays counts once."""
         self._known.pop(path, None)
+        removed = "removed"
         try:
             self._quota.remove(path, result.inode)
+            self._undeletable.pop(path, None)
         except OSError as error:
-            self._log.warning("remove", "%s could not be removed: %s", path, error)
+            if self._undeletable.get(path) == result.inode:
+                return
+            if len(self._undeletable) >= _MAX_KNOWN_FILES:
+                self._undeletable.clear()
+            self._undeletable[path] = result.inode
+            removed = f"cannot be removed ({error.strerror or error})"
+        is_foreign = result.status is PageStatus.FOREIGN
+        self._count(**{"foreign" if is_foreign else "corrupt": 1})
+        message = "%s is %s: %s, counts as a miss"
+        self._log.warning("discard", message, path, result.status.value, removed)
 
     # -- a call's pages --
 

@@ -137,6 +137,8 @@ class Attempt(Generic[T]):
             outcome = _Made(self._make())
         except Exception as error:  # noqa: BLE001 - whoever takes the result is told
             outcome = error
+        except BaseException as error:  # noqa: BLE001 - a panic of an extension, say
+            outcome = RuntimeError(repr(error))
         with self._lock:
             is_wanted = not self.is_given_up
             if is_wanted:

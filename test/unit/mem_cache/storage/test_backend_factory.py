@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.mem_cache.backend_opening import BackendOpening
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorage,
@@ -25,6 +28,7 @@ from sglang.srt.mem_cache.storage.backend_factory import (
     create_storage_backend,
     register_storage_backend,
 )
+from sglang.srt.utils.attempt import AttemptState
 from sglang.test.fakes.fault_store import FaultStore
 from sglang.test.fakes.host_pages import fill_page, holds, make_host_pool, page_hash, transfer
 
@@ -117,6 +121,16 @@ class Unbuildable(FlatStore):
         raise RuntimeError("no server")
 
 
+class Exiting(FlatStore):
+    def __init__(self, config: HiCacheStorageConfig) -> None:
+        sys.exit(1)
+
+
+class Cancelled(FlatStore):
+    def __init__(self, config: HiCacheStorageConfig) -> None:
+        raise asyncio.CancelledError
+
+
 class NotAStore:
     pass
 
@@ -130,7 +144,7 @@ class Unprepared(FaultStore):
 def user_module() -> Iterator[None]:
     module = types.ModuleType("a_users_module")
     classes: tuple[type, ...] = (FlatStore, FillingStore, BatchStore, BrokenStore, Unbuildable)
-    classes += (Forgetful, NotAStore, FaultStore, Unprepared)
+    classes += (Exiting, Cancelled, Forgetful, NotAStore, FaultStore, Unprepared)
     for user_class in classes:
         setattr(module, user_class.__name__, user_class)
     sys.modules["a_users_module"] = module
@@ -226,14 +240,25 @@ def test_what_the_users_class_raises_is_a_failed_page() -> None:
         ("FlatStore", {"interface_v1": "yes"}, ValueError, "interface_v1 must be"),
         ("Missing", {}, StorageError, "cannot be loaded"),
         ("Unbuildable", {}, StorageError, "no server"),
+        ("Exiting", {}, StorageError, r"Exiting could not be made: SystemExit\(1\)"),
+        ("FlatStore", {"module_path": "a_module_that_exits"}, StorageError, "SystemExit"),
+        ("FlatStore", {"module_path": "a_module_that_is_wrong"}, StorageError, "cannot be loaded"),
         ("FlatStore", {"module_path": "no.such.module"}, StorageError, "cannot be loaded"),
         ("FlatStore", {"module_path": None}, ValueError, "needs module_path"),
         ("FlatStore", {"backend_name": ""}, ValueError, "needs backend_name"),
     ],
 )
 def test_what_cannot_be_used_is_refused(
-    class_name: str, extra: dict[str, object], error: type[Exception], message: str
+    class_name: str,
+    extra: dict[str, object],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_module_that_exits.py").write_text("import sys; sys.exit('usage: ...')")
+    (tmp_path / "a_module_that_is_wrong.py").write_text("1 +")
     with pytest.raises(error, match=message):
         create(class_name, **extra)
 
@@ -262,3 +287,29 @@ def test_a_class_that_leaves_out_answers_is_told_so(caplog: pytest.LogCaptureFix
     pages = [transfer(pool, range(2), [page_hash(0), page_hash(1)])]
     assert backend.batch_set_v2(pages) == {PoolName.KV: [False, False]}
     assert "batch_set_v1 gave 1 answers for 2 keys" in caplog.text
+
+
+@pytest.mark.parametrize("class_name", ["Exiting", "Cancelled"])
+def test_a_class_that_would_end_the_thread_fails_to_attach(class_name: str) -> None:
+    opening = BackendOpening("mine", lambda: create(class_name))
+    deadline = time.monotonic() + 5
+    while opening.state is AttemptState.PENDING:
+        assert time.monotonic() < deadline, "nobody ever hears of it"
+        time.sleep(0.005)
+    assert opening.state is AttemptState.FAILED
+    assert "could not be made" in str(opening.failure)
+
+
+def test_a_class_that_fails_at_every_page_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    backend = create("BrokenStore")
+    pool = make_host_pool()
+    backend.register_mem_host_pool_v2(pool, PoolName.KV)
+    keys = [page_hash(seed) for seed in range(8)]
+    for _ in range(3):
+        backend.batch_get_v2([transfer(pool, range(8), keys)])
+        backend.batch_set_v2([transfer(pool, range(8), keys)])
+        backend.batch_exists(keys)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("connection lost" in line for line in said) <= 3, "get, set, exists"
+    assert sum("no page of" in line for line in said) == 1
+    assert not any(record.exc_info for record in caplog.records)

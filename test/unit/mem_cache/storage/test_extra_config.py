@@ -89,3 +89,20 @@ def test_files_that_do_not_parse(tmp_path: Path, name: str, content: str, messag
 def test_texts_that_are_no_configuration(text: str) -> None:
     with pytest.raises(ValueError):
         parse_extra_config(text)
+
+
+@pytest.mark.parametrize("kind", ["text", "json", "yaml"])
+def test_what_is_nested_too_deep_is_one_line(tmp_path: Path, kind: str) -> None:
+    text = '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}"
+    if kind != "text":
+        path = tmp_path / f"deep.{kind}"
+        path.write_text(text)
+        text = f"@{path}"
+    with pytest.raises(ValueError, match="nested too deep"):
+        parse_extra_config(text)
+
+
+def test_numbers_too_large_for_a_float_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="prefetch_timeout_max must be") as raised:
+        parse_extra_config('{"prefetch_timeout_max": ' + "9" * 400 + "}")
+    assert len(str(raised.value)) < 200

@@ -331,3 +331,28 @@ def test_damage_is_counted_and_warnings_say_how_much_more(
     assert get(store, pool, [1]) == [False]
     store.close()
     assert caplog.messages[2:] == ["1 more warnings of the kind 'discard' were not shown"]
+
+
+def test_a_damaged_page_that_cannot_be_removed_counts_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder whose files are immutable."""
+    pool = make_host_pool()
+    store = make_file_store(tmp_path, pool)
+    put(store, pool, [1])
+    (page,) = tmp_path.glob("*.bin")
+    page.write_bytes(page.read_bytes()[:-1] + b"?")
+    with monkeypatch.context() as patch:
+
+        def refuse(path: str, inode: int) -> bool:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+
+        patch.setattr(store._quota, "remove", refuse)
+        for _ in range(3):
+            assert get(store, pool, [1]) == [False]
+    assert store.num_damaged_pages() == 1
+    assert "cannot be removed (Operation not permitted)" in caplog.text
+    assert ": removed" not in caplog.text
+    assert get(store, pool, [1]) == [False]
+    assert put(store, pool, [1]) == [True] and get(store, pool, [1]) == [True]
+    store.close()

@@ -12,6 +12,7 @@ import pytest
 
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.page_key import draft_page_key
+from sglang.srt.mem_cache.storage.folder_quota import FolderQuota
 from sglang.srt.mem_cache.storage.inspect import main
 from sglang.test.fakes.host_pages import fill_page, make_file_store, make_host_pool, page_hash, put
 from sglang.test.fakes.host_pages import transfer as make_transfer
@@ -117,3 +118,51 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--remove-damaged" in text
     assert "exit status" in text
+
+
+@pytest.mark.parametrize("verify", [[], ["--verify"]])
+def test_what_is_no_file_is_damaged_and_never_read(
+    folder: Path, capsys: pytest.CaptureFixture[str], verify: list[str]
+) -> None:
+    """A pipe would wait for a writer for ever, a device may never end, a link leads elsewhere."""
+    names = sorted(page_hash(seed) + SUFFIX for seed in (90, 91, 92))
+    os.mkfifo(folder / names[0])
+    (folder / names[1]).symlink_to("/dev/zero")
+    (folder / names[2]).symlink_to(folder / (page_hash(0) + SUFFIX))
+    status, report = run(capsys, folder, *verify)
+    assert (status, report["damaged"], report["left"]) == (1, names, names)
+    status, report = run(capsys, folder, *verify, "--remove-damaged")
+    assert (status, report["removed"], report["left"]) == (0, 3, [])
+    assert not any(os.path.lexists(folder / name) for name in names)
+    assert run(capsys, folder, "--verify")[0] == 0
+
+
+def test_a_file_of_another_size_is_not_read(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / (page_hash(0) + SUFFIX)
+    os.truncate(path, 1 << 40)
+    status, report = run(capsys, folder, "--verify")
+    assert (status, report["damaged"]) == (1, [path.name])
+
+
+@pytest.mark.parametrize("failure", [PermissionError(1, "Operation not permitted"), None])
+def test_damage_that_cannot_be_removed_is_named(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: OSError | None,
+) -> None:
+    path = folder / (page_hash(0) + SUFFIX)
+    path.write_bytes(path.read_bytes()[:100])
+
+    def remove(quota: FolderQuota, path: str, inode: int) -> bool:
+        if failure is not None:
+            raise failure
+        return False
+
+    monkeypatch.setattr(FolderQuota, "remove", remove)
+    status, report = run(capsys, folder, "--remove-damaged")
+    assert (status, report["not_removed"], report["left"]) == (2, [path.name], [path.name])
+    assert main([str(folder), "--remove-damaged"]) == 2
+    assert f"1 left that could not be removed:\n  {path.name}" in capsys.readouterr().out

@@ -7,10 +7,14 @@ Over a client that keeps records in a dictionary; the real store has its tests i
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
+import sys
 import threading
 import time
+import types
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.storage import checksums, mooncake_store
 from sglang.srt.mem_cache.storage.availability import Availability
+from sglang.srt.mem_cache.storage.mooncake_options import mooncake_options
 from sglang.srt.mem_cache.storage.mooncake_store import MooncakeStore
 from sglang.srt.mem_cache.storage.page_file import HEADER_BYTES
 from sglang.test.fakes.host_pages import get, holds, make_host_pool, page_hash, put
@@ -255,3 +260,112 @@ def test_a_call_that_meets_a_closed_connection_is_a_miss(monkeypatch: pytest.Mon
     store._reading.close()
     assert get(store, pool, [1]) == [False]
     store.close()
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_a_closed_store_keeps_nothing(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Not even the client, whose memory only goes with it; nobody waits for the collector."""
+    pool = make_host_pool(layout=layout)
+    store, client = make(monkeypatch, pool)
+    put(store, pool, [1])
+    assert get(store, pool, [1]) == [True]
+    monkeypatch.undo()  # it holds the client, too
+    kept, closed = weakref.ref(client), weakref.ref(store)
+    gc.disable()
+    try:
+        store.close()
+        del client
+        assert kept() is None
+        assert store.batch_exists([page_hash(1)]) == 0
+        del store
+        assert closed() is None
+    finally:
+        gc.enable()
+
+
+TIMES = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_RPC_TIMEOUT_MS")
+
+
+def test_each_attachment_has_its_own_time_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the user's variables hold before the options."""
+    monkeypatch.setattr(mooncake_store, "_our_settings", {})
+    monkeypatch.setitem(sys.modules, "mooncake.store", types.ModuleType("mooncake.store"))
+    for name in (*TIMES, "MC_STORE_CLIENT_SETUP_RETRIES", "MC_LOG_LEVEL", "MC_YLT_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+        del os.environ[name]
+
+    def load(**options: Any) -> list[str]:
+        address = {"master_server_address": "127.0.0.1:1"}
+        mooncake_store._load(mooncake_options({**address, **options}))
+        return [os.environ[name] for name in TIMES]
+
+    assert load(transfer_timeout=7, rpc_timeout=3) == ["7", "3000"]
+    assert load() == ["5", "2000"]
+    monkeypatch.setenv(TIMES[1], "123")
+    assert load(transfer_timeout=8, rpc_timeout=3) == ["8", "123"]
+
+
+def test_a_record_that_stays_is_not_called_removed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_host_pool()
+    store, client = make(monkeypatch, pool)
+    put(store, pool, [1])
+    (name,) = client.records
+    client.records[name] = client.records[name][:-1] + b"?"
+    monkeypatch.setattr(client, "remove", lambda name, force: -706)
+    for _ in range(3):
+        assert get(store, pool, [1]) == [False]
+    assert "could not be removed" in caplog.text and "-706" in caplog.text
+    assert ": removed" not in caplog.text
+    assert store.num_damaged_pages() == 1 and store.availability.is_up
+
+
+def test_a_read_that_fails_for_good_is_said_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_host_pool()
+    store, client = make(monkeypatch, pool)
+    put(store, pool, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "batch_get_into", lambda names, *rest: [-10] * len(names))
+        for _ in range(3):
+            assert store.batch_exists([page_hash(1)]) == 1
+            assert get(store, pool, [1]) == [False]
+        assert caplog.text.count("could not be read") == 1 and "-10" in caplog.text
+        assert store.batch_exists([page_hash(1)]) == 0
+    assert put(store, pool, [1]) == [True]
+    assert store.batch_exists([page_hash(1)]) == 1
+    assert get(store, pool, [1]) == [True]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("master_server_address", "foo"),
+        ("master_server_address", "127.0.0.1:" + "1" * 23),
+        ("master_server_address", "127.0.0.1:97836"),
+        ("master_server_address", "127.0.0.1:0"),
+        ("master_server_address", ":50051"),
+        ("replica_num", 2**31),
+        ("replica_num", 2**80),
+        ("local_buffer_size", "1000TB"),
+        pytest.param("local_buffer_size", "9" * 400, id="local_buffer_size: 400 digits"),
+        ("transfer_timeout", 1e10),
+        pytest.param("transfer_timeout", 10**400, id="transfer_timeout: an integer of 400 digits"),
+        ("rpc_timeout", 0.0),
+    ],
+)
+def test_values_that_the_client_would_take_for_others(key: str, value: object) -> None:
+    good = {"master_server_address": "127.0.0.1:50051", "local_hostname": "here"}
+    mooncake_options(good)
+    with pytest.raises(ValueError, match=key) as raised:
+        mooncake_options({**good, key: value})
+    assert len(str(raised.value)) < 300
+
+
+def test_a_bad_master_of_the_environment_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_MASTER", "foo")
+    monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "here")
+    with pytest.raises(ValueError, match="MOONCAKE_MASTER in the environment"):
+        mooncake_options({})

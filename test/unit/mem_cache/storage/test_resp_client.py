@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -137,3 +138,32 @@ def test_addresses() -> None:
         with pytest.raises(ValueError) as raised:
             parse_url(bad)
         assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:secret?secret@h",
+        "redis://:secret#secret@h",
+        "redis://:secret/secret@h",
+        "redis://:secret\u2100secret@h",
+        "redis://:secret[secret@h",
+        "redis://:secret\udc80@h",
+        "redis://:a@b?secret@h",
+        "redis://:a@b?secret=1&db=2@h",
+        "redis://:secret@h?db=secret",
+        "redis://:secret@h:0",
+        "redis://:secret@h:" + "1" * 30,
+        "redis://:secret@h/-1",
+    ],
+)
+def test_what_is_wrong_with_an_address_never_quotes_it(url: str) -> None:
+    with pytest.raises(ValueError, match="^url ") as raised:
+        parse_url(url)
+    shown = traceback.format_exception(raised.value)
+    assert "secret" not in str(raised.value)
+    assert not any("secret" in line for line in shown if "parse_url(url)" not in line)
+
+
+def test_escaped_characters_of_a_password() -> None:
+    assert parse_url("redis://:a%2Fb%3F%23%5B@h").password == "a/b?#["

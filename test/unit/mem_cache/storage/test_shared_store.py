@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.storage.shared_store import (
     Outcome,
     Record,
     SharedPageStore,
+    StoreRefused,
     StoreUnreachable,
     check_prefix,
     chunks,
@@ -155,6 +156,49 @@ def test_a_store_that_goes_away_while_a_bad_record_is_removed(store: DictStore) 
     assert not store.availability.is_up
 
 
+def test_a_refusal_is_no_outage_and_removes_nothing(
+    store: DictStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = store.pools[PoolName.KV]
+    put(store, pool, [1, 2])
+    name = next(iter(store.records))
+    store.records[name] = store.records[name][:-1] + b"?"
+
+    def refuse(names: Sequence[str]) -> None:
+        raise StoreRefused("UNLINK: NOPERM")
+
+    store._remove = refuse  # type: ignore[method-assign]
+    for _ in range(3):
+        assert get(store, pool, [1]) == [False]
+    assert not store.clear()
+    assert store.availability.is_up and get(store, pool, [2]) == [True]
+    stats = store.get_stats()
+    assert (stats["corrupt"], stats["outages"], len(store.records)) == (1, 0, 2)
+    assert "could not be removed" in caplog.text and ": removed" not in caplog.text
+    assert caplog.text.count("refuses (remove): UNLINK: NOPERM") == 1
+    assert caplog.text.count("refuses (clear): UNLINK: NOPERM") == 1
+
+
+def test_nothing_counts_as_there_while_reads_are_refused(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = store.pools[PoolName.KV]
+    put(store, pool, [1])
+    with monkeypatch.context() as patch:
+
+        def refuse(*arguments: object) -> list[Outcome]:
+            raise StoreRefused("MGET: NOPERM")
+
+        patch.setattr(store, "_read", refuse)
+        assert get(store, pool, [1]) == [False]
+    assert store.batch_exists([page_hash(1)]) == 0
+    store.calls.clear()
+    assert put(store, pool, [1]) == [True]
+    assert store.calls == ["look"], "nor is it written again"
+    store._reads_refused_until = time.monotonic()
+    assert store.batch_exists([page_hash(1)]) == 1
+
+
 def test_models_share_a_store_and_not_their_records() -> None:
     pool = make_host_pool()
     stores = [DictStore("a"), DictStore("b/../a"), DictStore("a")]
@@ -245,9 +289,16 @@ def test_the_first_source_that_has_a_key_wins() -> None:
         ("number", -0.1),
         ("integer", 1.5),
         ("integer", True),
+        ("integer", 2**80),
+        ("number", 1e10),
+        pytest.param("number", 10**400, id="number: an integer of 400 digits"),
+        pytest.param("size", 10**400, id="size: an integer of 400 digits"),
+        pytest.param("size", "9" * 400, id="size: 400 digits"),
+        pytest.param("size", "9" * 300 + "TB", id="size: 300 digits and TB"),
     ],
 )
 def test_values_of_a_wrong_type_are_refused_by_name(kind: str, value: object) -> None:
     options = BackendOptions("x", [{"key": value}])
-    with pytest.raises(ValueError, match="key"):
+    with pytest.raises(ValueError, match="key") as raised:
         getattr(options, kind)("key", 0)
+    assert len(str(raised.value)) < 200

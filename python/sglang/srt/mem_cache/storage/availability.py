@@ -63,8 +63,9 @@ class Availability:
             self._thread.start()
 
     def close(self) -> None:
-        """Never up again; does not wait for a probe under way."""
+        """Never up again; does not wait for a probe under way. Lets go of whoever probes."""
         self._closed.set()
+        self._probe = _is_closed
 
     def _wait_for_return(self) -> None:
         started = time.monotonic()
@@ -83,3 +84,7 @@ class Availability:
         except Exception as error:  # noqa: BLE001 - a client library's failures: still away
             logger.debug("probe of %s failed: %r", self._name, error)
             return False
+
+
+def _is_closed() -> bool:
+    return False

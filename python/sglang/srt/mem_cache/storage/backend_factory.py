@@ -23,6 +23,11 @@ DYNAMIC = "dynamic"
 _DYNAMIC_KEYS = ("backend_name", "module_path", "class_name")
 
 
+# What the code of a user may raise while it is loaded or makes an object: attaching fails, not the
+# server. A program's `sys.exit` is no wish to end this one.
+_OF_OTHERS = (Exception, SystemExit)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
     """``options``: module and function that read the extra config, None: the class does."""
@@ -127,11 +132,19 @@ def _load_class(module_path: str, class_name: str) -> type[Any]:
     try:
         module = importlib.import_module(module_path)
         loaded = getattr(module, class_name)
-    except (ImportError, AttributeError) as error:
-        raise StorageError(f"{class_name} of {module_path} cannot be loaded: {error}") from error
+    except _OF_OTHERS as error:
+        raise StorageError(
+            f"{class_name} of {module_path} cannot be loaded: {_said(error)}"
+        ) from error
     if not isinstance(loaded, type):
         raise StorageError(f"{class_name} of {module_path} is not a class")
     return loaded
+
+
+def _said(error: BaseException) -> str:
+    """What an error says; its kind where that alone would be little ("1", or nothing)."""
+    text = str(error)
+    return text if len(text) > 3 and not isinstance(error, SystemExit) else repr(error)
 
 
 def _is_implemented(loaded: type[Any], *names: str) -> bool:
@@ -159,5 +172,5 @@ def _construct(loaded: type[Any], config: HiCacheStorageConfig, label: str) -> A
         arguments = (config,)
     try:
         return loaded(*arguments)
-    except Exception as error:  # the user's code: whatever it raises, attaching fails, not we
-        raise StorageError(f"{label} could not be made: {error}") from error
+    except _OF_OTHERS as error:
+        raise StorageError(f"{label} could not be made: {_said(error)}") from error

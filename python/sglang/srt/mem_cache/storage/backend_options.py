@@ -5,11 +5,20 @@ Owns the types and the messages. Called once when a backend is made.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang.srt.environ import parse_bytes
+
+MOST_SECONDS = 86_400.0  # of a time limit: what asks for more means something else
+_MOST_BYTES = (1 << 63) - 1
+_MOST_SHOWN = 60
+
+
+def shown(value: object) -> str:
+    """Return a value as a message quotes it: one line, however long it is."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
 
 
 class BackendOptions:
@@ -48,46 +57,57 @@ class BackendOptions:
             return key
         return f"{key} ({variable} in the environment)"
 
-    def text(self, key: str, default: str) -> str:
-        """Return a text."""
+    def text(self, key: str, default: str, *, is_secret: bool = False) -> str:
+        """Return a text; what is wrong with a secret one is never quoted."""
         value = self._value(key)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise ValueError(f"{self.name(key)} must be a text, not {value!r}")
+            found = type(value).__name__ if is_secret else shown(value)
+            raise ValueError(f"{self.name(key)} must be a text, not {found}")
         return value
 
-    def size(self, key: str, default: int) -> int:
+    def size(self, key: str, default: int, *, least: int = 0, most: int = _MOST_BYTES) -> int:
         """Return bytes, written as a number or as ``64GB`` or ``60GiB``."""
         value = self._value(key)
         if value is None:
             return default
         try:
-            if isinstance(value, str):
-                return parse_bytes(value)
+            size = parse_bytes(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise ValueError(f"{self.name(key)}={value!r} is not valid: {error}") from error
-        if type(value) is not int or value < 0:
+            raise ValueError(f"{self.name(key)}={shown(value)} is not valid: {error}") from error
+        if type(size) is not int or size < 0:
             raise ValueError(
-                f"{self.name(key)} must be bytes or a text such as '64GB', not {value!r}"
+                f"{self.name(key)} must be bytes or a text such as '64GB', not {shown(value)}"
             )
-        return value
+        if not least <= size <= most:
+            raise ValueError(
+                f"{self.name(key)} must be from {least} to {most} bytes, not {shown(value)}"
+            )
+        return size
 
-    def number(self, key: str, default: float, *, least: float = 0.0) -> float:
-        """Return a finite number of at least ``least``."""
+    def number(
+        self, key: str, default: float, *, least: float = 0.0, most: float = MOST_SECONDS
+    ) -> float:
+        """Return a number from ``least`` to ``most``."""
         value = self._value(key)
         if value is None:
             return default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < least:
-            raise ValueError(f"{self.name(key)} must be a number >= {least:g}, not {value!r}")
+        # Not a number (nan) lies nowhere; an integer too large for a float may still be compared.
+        if not is_number or not least <= value <= most:
+            raise ValueError(
+                f"{self.name(key)} must be a number from {least:g} to {most:g}, not {shown(value)}"
+            )
         return float(value)
 
-    def integer(self, key: str, default: int, *, least: int = 0) -> int:
-        """Return an integer of at least ``least``."""
+    def integer(self, key: str, default: int, *, least: int = 0, most: int = 1 << 31) -> int:
+        """Return an integer from ``least`` to ``most``."""
         value = self._value(key)
         if value is None:
             return default
-        if type(value) is not int or value < least:
-            raise ValueError(f"{self.name(key)} must be an integer >= {least}, not {value!r}")
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(
+                f"{self.name(key)} must be an integer from {least} to {most}, not {shown(value)}"
+            )
         return value

@@ -7,13 +7,15 @@ when a backend is attached. Pure but for reading the file.
 from __future__ import annotations
 
 import json
-import math
+import sys
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from sglang.srt.mem_cache.storage.backend_options import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ def _load(text: str) -> dict[str, Any]:
             value = json.loads(text)
     except OSError as error:
         raise ValueError(f"{source} cannot be read: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{source} is not valid: it is nested too deep") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{source} is not valid: {error}") from error
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -88,12 +92,13 @@ def _typed(key: str, value: Any, default: Any) -> Any:
     if kind is bool:
         if isinstance(value, bool):
             return value
-        raise ValueError(f"{key} must be true or false, not {value!r}")
+        raise ValueError(f"{key} must be true or false, not {shown(value)}")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
         if isinstance(value, int) and is_number and value >= 0:
             return value
-        raise ValueError(f"{key} must be an integer >= 0, not {value!r}")
-    if is_number and math.isfinite(value) and value >= 0:
+        raise ValueError(f"{key} must be an integer >= 0, not {shown(value)}")
+    # Not a number (nan) lies nowhere; an integer too large for a float may still be compared.
+    if is_number and 0 <= value <= sys.float_info.max:
         return float(value)
-    raise ValueError(f"{key} must be a number >= 0, not {value!r}")
+    raise ValueError(f"{key} must be a number >= 0, not {shown(value)}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import EnvVar, envs, parse_bytes
+from sglang.srt.mem_cache.storage.backend_options import shown
 from sglang.srt.mem_cache.storage.folder_quota import QuotaLimits, scan_folder
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _DEFAULT_EVICTION_RATIO = 0.9
 _DEFAULT_MIN_FREE_BYTES = 1 << 30
 _DEFAULT_MIN_FREE_SHARE = 0.05  # of the whole file system
 _MAX_THREADS = 64
+_MOST_BYTES = (1 << 63) - 1
 
 OPTION_NAMES = frozenset(
     {
@@ -92,7 +94,7 @@ def file_options(extra: Mapping[str, Any]) -> FileOptions:
     if ratio is None:
         ratio = extra.get("eviction_ratio", _DEFAULT_EVICTION_RATIO)
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-        raise ValueError(f"eviction_ratio must be a number in (0, 1], not {ratio!r}")
+        raise ValueError(f"eviction_ratio must be a number in (0, 1], not {shown(ratio)}")
     cpus = len(os.sched_getaffinity(0))
     return FileOptions(
         folder=Path(folder).absolute(),
@@ -112,17 +114,16 @@ def _size(variable: EnvVar[int | None], extra: Mapping[str, Any], key: str) -> i
         return size
     value = extra.get(key)
     try:
-        if isinstance(value, str):
-            return parse_bytes(value)
+        size = parse_bytes(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ValueError(f"{key}={value!r} is not valid: {error}") from error
-    if value is None or (type(value) is int and value >= 0):
-        return value
-    raise ValueError(f"{key} must be bytes or a text such as '64GB', not {value!r}")
+        raise ValueError(f"{key}={shown(value)} is not valid: {error}") from error
+    if size is None or (type(size) is int and 0 <= size <= _MOST_BYTES):
+        return size
+    raise ValueError(f"{key} must be bytes or a text such as '64GB', not {shown(value)}")
 
 
 def _threads(extra: Mapping[str, Any], key: str, default: int) -> int:
     value = extra.get(key, default)
     if type(value) is not int or not 1 <= value <= _MAX_THREADS:
-        raise ValueError(f"{key} must be an integer from 1 to {_MAX_THREADS}, not {value!r}")
+        raise ValueError(f"{key} must be an integer from 1 to {_MAX_THREADS}, not {shown(value)}")
     return value

@@ -3,7 +3,8 @@
 Owns the translation only. The user's class has ``get(key, target) -> tensor | bool | None``,
 ``set(key, tensor) -> bool`` and ``exists(key) -> bool``; with ``interface_v1`` it moves KV itself
 by ``batch_get_v1`` / ``batch_set_v1(keys, host_indices, extra_info) -> [bool]`` after
-``register_mem_pool_host(pool)``. Whatever it raises is a failed page.
+``register_mem_pool_host(pool)``. Whatever it raises is a failed page; of each kind one line a
+minute says so, and every traceback is logged at debug level.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.memory_pool_host import HostKVCache
 from sglang.srt.mem_cache.pool_transfer import PoolName, PoolTransfer
+from sglang.srt.mem_cache.storage.rate_limited_log import RateLimitedLog
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class FlatPageAdapter(HiCacheStorage):
         super().__init__(config)
         self.user_object = user_object
         self._uses_v1 = uses_v1
+        self._log = RateLimitedLog(logger)
 
     @staticmethod
     def accepts(user_class: type[Any], *, uses_v1: bool) -> bool:
@@ -60,8 +63,8 @@ class FlatPageAdapter(HiCacheStorage):
             try:
                 if not self.user_object.exists(key):
                     return position
-            except Exception:  # the user's code
-                logger.warning("exists(%s) failed: counts as absent", key, exc_info=True)
+            except Exception as error:  # the user's code
+                self._failed("exists", f"exists({key})", error, "counts as absent")
                 return position
         return len(keys)
 
@@ -111,8 +114,8 @@ class FlatPageAdapter(HiCacheStorage):
             return False
         try:
             return clear() is not False
-        except Exception:  # the user's code
-            logger.warning("clear() failed", exc_info=True)
+        except Exception as error:  # the user's code
+            self._failed("clear", "clear()", error, "nothing counts as removed")
             return False
 
     def get_stats(self) -> dict[str, float]:
@@ -125,9 +128,14 @@ class FlatPageAdapter(HiCacheStorage):
 
     def close(self) -> None:
         """Close the user's object where it can be."""
+        self._log.flush()
         close = getattr(self.user_object, "close", None)
         if close is not None:
             close()
+
+    def _failed(self, kind: str, call: str, error: Exception, result: str) -> None:
+        self._log.warning(kind, "%s failed (%r): %s", call, error, result)
+        logger.debug("%s failed", call, exc_info=error)
 
     def _moves_itself(self, transfer: PoolTransfer) -> bool:
         return self._uses_v1 and transfer.name == PoolName.KV
@@ -139,11 +147,12 @@ class FlatPageAdapter(HiCacheStorage):
         try:
             answer = getattr(self.user_object, method)(keys, transfer.host_indices, extra_info)
             verdicts = [bool(verdict) for verdict in answer]
-        except Exception:  # the user's code
-            logger.warning("%s failed", method, exc_info=True)
+        except Exception as error:  # the user's code
+            self._failed(method, method, error, f"{len(keys)} pages fail")
             return [False] * len(keys)
         if len(verdicts) != len(keys):
-            logger.warning(
+            self._log.warning(
+                f"answers of {method}",
                 "%s gave %d answers for %d keys, one each is expected: all count as failed",
                 method,
                 len(verdicts),
@@ -156,14 +165,15 @@ class FlatPageAdapter(HiCacheStorage):
         target = pool.get_dummy_flat_data_page()
         try:
             answer = self.user_object.get(key, target)
-        except Exception:  # the user's code
-            logger.warning("get(%s) failed: counts as a miss", key, exc_info=True)
+        except Exception as error:  # the user's code
+            self._failed("get", f"get({key})", error, "counts as a miss")
             return False
         if answer is None or answer is False:
             return False
         page = target if answer is True else answer
         if not isinstance(page, torch.Tensor) or page.nbytes != target.nbytes:
-            logger.warning("get(%s) returned no page of %d bytes", key, target.nbytes)
+            message = "get(%s) returned no page of %d bytes: counts as a miss"
+            self._log.warning("page", message, key, target.nbytes)
             return False
         pool.set_from_flat_data_page(index, page.view(target.dtype))
         return True
@@ -172,6 +182,6 @@ class FlatPageAdapter(HiCacheStorage):
         try:
             # A copy: the object may keep the tensor for as long as it likes.
             return self.user_object.set(key, pool.get_data_page(index).clone()) is True
-        except Exception:  # the user's code
-            logger.warning("set(%s) failed", key, exc_info=True)
+        except Exception as error:  # the user's code
+            self._failed("set", f"set({key})", error, "the page is not stored")
             return False

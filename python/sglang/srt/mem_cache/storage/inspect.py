@@ -3,8 +3,9 @@
     python -m sglang.srt.mem_cache.storage.inspect FOLDER [--verify] [--prune ...] [--json]
 
 Safe beside running servers: pages are deleted under the folder's lock, and a page that goes away
-while it is looked at is no error. Exit status: 0 all well, 1 damaged pages are left, 2 the folder
-cannot be read or the arguments are wrong.
+while it is looked at is no error. Files are opened as a server opens them: a link, a pipe or a
+device under a page's name is damaged and never read. Exit status: 0 all well, 1 damaged pages are
+left, 2 the folder cannot be read, pages could not be removed or the arguments are wrong.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +72,8 @@ class Group:
 @dataclass(slots=True, kw_only=True)
 class Report:
     """What is printed. ``damaged`` and ``foreign`` are file names; found by header, or by content
-    with ``--verify``."""
+    with ``--verify``. ``left``: those of them that are still there at the end; ``not_removed``:
+    what should have been deleted and is still there."""
 
     folder: str
     pages: int = 0
@@ -82,6 +85,8 @@ class Report:
     verified: bool = False
     removed: int = 0
     removed_bytes: int = 0
+    left: list[str] = field(default_factory=list)
+    not_removed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     text = json.dumps(asdict(report), indent=2) if options.json else _format(report)
     sys.stdout.write(text + "\n")
-    has_damage = bool(report.damaged or report.foreign)
-    return DAMAGE_LEFT if has_damage and not options.remove_damaged else OK
+    if report.not_removed:
+        return FAILED
+    return DAMAGE_LEFT if report.left else OK
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,6 +181,7 @@ def _make_report(folder: Path, options: argparse.Namespace) -> Report:
     report.unfinished = sorted(name for name in os.listdir(folder) if is_temporary(name))
     if options.remove_damaged or options.prune:
         entries = _delete(folder, entries, options, report)
+    report.left = sorted(e.name for e in entries if e.status is not PageStatus.OK)
     report.pages = len(entries)
     report.bytes = sum(entry.size for entry in entries)
     report.groups = _group(entries, time.time())
@@ -183,7 +190,7 @@ def _make_report(folder: Path, options: argparse.Namespace) -> Report:
 
 def _look(folder: Path, *, verifies: bool, threads: int) -> list[_Entry]:
     paths = [Path(path) for _, _, path in scan_folder(str(folder)).pages]
-    look: Callable[[Path], _Entry | None] = _verified if verifies else _listed
+    look = _look_of(verifies=verifies)
     with ThreadPoolExecutor(threads) as pool:
         found = tqdm(
             pool.map(look, paths),
@@ -195,22 +202,26 @@ def _look(folder: Path, *, verifies: bool, threads: int) -> list[_Entry]:
         return [entry for entry in found if entry is not None]
 
 
-def _listed(path: Path) -> _Entry | None:
-    try:
-        info, meta = path.stat(), read_meta(path)
-    except FileNotFoundError:
-        return None
+def _look_of(*, verifies: bool) -> Callable[[Path], _Entry | None]:
+    """Return what looks at one file: an entry, None when it is gone. Raises OSError."""
+
+    def look(path: Path) -> _Entry | None:
+        try:
+            info = path.lstat()
+            if not stat.S_ISREG(info.st_mode):
+                return _entry(path, info, None, PageStatus.DAMAGED)
+            status, meta = verify_file(path) if verifies else _by_header(path, info)
+        except FileNotFoundError:
+            return None
+        return _entry(path, info, meta, status)
+
+    return look
+
+
+def _by_header(path: Path, info: os.stat_result) -> tuple[PageStatus, PageMeta | None]:
+    meta = read_meta(path)
     is_whole = meta is not None and info.st_size == HEADER_BYTES + meta.payload_bytes
-    return _entry(path, info, meta, PageStatus.OK if is_whole else PageStatus.DAMAGED)
-
-
-def _verified(path: Path) -> _Entry | None:
-    try:
-        info = path.stat()
-        status, meta = verify_file(path)
-    except FileNotFoundError:
-        return None
-    return _entry(path, info, meta, status)
+    return (PageStatus.OK if is_whole else PageStatus.DAMAGED), meta
 
 
 def _entry(path: Path, info: os.stat_result, meta: PageMeta | None, status: PageStatus) -> _Entry:
@@ -246,15 +257,36 @@ def _delete(
                 break
             doomed[entry.path] = entry
             excess -= entry.size
+    look = _look_of(verifies=options.verify)
+    stays: set[str] = set()
     quota = FolderQuota(folder.absolute(), QuotaLimits(max_bytes=None))
     try:
         for entry in tqdm(doomed.values(), unit="page", disable=not sys.stderr.isatty()):
-            if quota.remove(entry.path, entry.inode):
+            if _removed(quota, entry):
                 report.removed += 1
                 report.removed_bytes += entry.size
+            elif (there := look(Path(entry.path))) and _is_same(entry, there):
+                stays.add(entry.path)
     finally:
         quota.close()
-    return [entry for entry in entries if entry.path not in doomed]
+    report.not_removed = sorted(entry.name for entry in doomed.values() if entry.path in stays)
+    return [entry for entry in entries if entry.path not in doomed or entry.path in stays]
+
+
+def _removed(quota: FolderQuota, entry: _Entry) -> bool:
+    """Delete a file. Raises TimeoutError when the folder's lock is kept: nor could the next."""
+    try:
+        return quota.remove(entry.path, entry.inode)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        sys.stderr.write(f"{entry.path} cannot be removed: {error.strerror or error}\n")
+        return False
+
+
+def _is_same(entry: _Entry, there: _Entry) -> bool:
+    """Whether a file is still what it was, or bad again; else a server has written it anew."""
+    return there.inode == entry.inode or there.status is not PageStatus.OK
 
 
 def _group(entries: list[_Entry], now: float) -> list[Group]:
@@ -306,6 +338,7 @@ def _format(report: Report) -> str:
         ("damaged", report.damaged),
         ("not what the name says", report.foreign),
         ("unfinished", report.unfinished),
+        ("left that could not be removed", report.not_removed),
     ):
         if names:
             lines += [f"{len(names)} {title}:", *(f"  {name}" for name in names)]

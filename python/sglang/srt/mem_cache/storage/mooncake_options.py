@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 
 from sglang.srt.environ import envs
-from sglang.srt.mem_cache.storage.backend_options import BackendOptions
+from sglang.srt.mem_cache.storage.backend_options import BackendOptions, shown
 from sglang.srt.mem_cache.storage.shared_store import DEFAULT_PREFIX, check_prefix
 
 _ENVIRONMENT = {
@@ -38,6 +39,7 @@ OPTION_NAMES = frozenset(_ENVIRONMENT) | {
 DEFAULT_SEGMENT_BYTES = 4 << 30
 DEFAULT_BUFFER_BYTES = 16 << 20
 LEAST_SEGMENT_BYTES = 16 << 20  # the store's unit; measured
+_MOST_REPLICAS = 1000
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -75,6 +77,7 @@ def mooncake_options(extra: Mapping[str, Any]) -> MooncakeOptions:
             "the mooncake backend needs master_server_address in the extra config or in the file "
             "that SGLANG_HICACHE_MOONCAKE_CONFIG_PATH names, or MOONCAKE_MASTER in the environment"
         )
+    _check_master(options.name("master_server_address"), master)
     segment_bytes = options.size("global_segment_size", DEFAULT_SEGMENT_BYTES)
     _check_segment(options.name("global_segment_size"), segment_bytes)
     protocol = options.text("protocol", "tcp")
@@ -87,14 +90,24 @@ def mooncake_options(extra: Mapping[str, Any]) -> MooncakeOptions:
         metadata_server=options.text("metadata_server", "P2PHANDSHAKE"),
         local_hostname=options.text("local_hostname", "") or address_towards(master),
         segment_bytes=segment_bytes,
-        buffer_bytes=options.size("local_buffer_size", DEFAULT_BUFFER_BYTES),
+        buffer_bytes=options.size(
+            "local_buffer_size", DEFAULT_BUFFER_BYTES, most=psutil.virtual_memory().total
+        ),
         protocol=protocol,
         devices=devices,
-        num_replicas=options.integer("replica_num", 1, least=1),
+        num_replicas=options.integer("replica_num", 1, least=1, most=_MOST_REPLICAS),
         key_prefix=check_prefix(options.text("key_prefix", DEFAULT_PREFIX)),
         transfer_timeout_s=options.number("transfer_timeout", 5.0, least=1.0),
         rpc_timeout_s=options.number("rpc_timeout", 2.0, least=0.1),
     )
+
+
+def _check_master(name: str, master: str) -> None:
+    """Raise ValueError unless it is ``host:port``; the client would take a port modulo 65536."""
+    host, _, port = master.rpartition(":")
+    is_port = re.fullmatch(r"[0-9]{1,5}", port) is not None and 1 <= int(port) <= 65535
+    if not host or not is_port:
+        raise ValueError(f"{name} must be host:port, with a port to 65535, not {shown(master)}")
 
 
 def _check_segment(name: str, num_bytes: int) -> None:
@@ -126,9 +139,8 @@ def address_towards(master: str) -> str:
 
     Raises ValueError when ``master`` is no ``host:port`` or its host is unknown.
     """
+    _check_master("master_server_address", master)
     host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ValueError(f"master_server_address must be host:port, not {master!r}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_DGRAM
@@ -147,6 +159,8 @@ def _config_file() -> dict[str, Any]:
         return {}
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read as JSON: it is nested too deep") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

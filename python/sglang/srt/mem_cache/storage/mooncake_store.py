@@ -41,6 +41,7 @@ from sglang.srt.mem_cache.storage.shared_store import (
     Outcome,
     Record,
     SharedPageStore,
+    StoreRefused,
     StoreUnreachable,
     judge,
 )
@@ -67,6 +68,16 @@ _LARGE_RECORD_BYTES = 3 << 20
 _RUN_BYTES_OF_LARGE = 25 << 20
 _STAGING_BYTES = 48 << 20
 _NICENESS = 3  # of the threads in which the client waits, on top of the process's own
+
+
+class _Closed:
+    """In a client's place once it is closed: whoever calls it is told so."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StoreUnreachable("the connection is closed")
+
+
+_CLOSED = _Closed()
 
 
 class _Block:
@@ -137,8 +148,12 @@ class _Lane:
             raise StoreUnreachable("the connection is closed") from error
 
     def close(self) -> None:
-        """End the thread, after the call that it may be in."""
+        """End the thread, after the call that it may be in, and let go of staging and client."""
         self._thread.shutdown(wait=False)
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        self._client = _CLOSED
 
     def staging(self, least_bytes: int) -> _Block:
         """Return room for whole records, made when it is needed first."""
@@ -256,7 +271,10 @@ class MooncakeStore(SharedPageStore):
         self._writing.close()
         for name in list(self._registered):
             self._forget_memory(name)
-        self._client.close()
+        # What the client holds, 20 MB and more, goes with the last reference to it and not when it
+        # is closed; we ourselves may stay for long, in a ring of references.
+        client, self._client = self._client, _CLOSED
+        client.close()
 
     # -- see SharedPageStore --
 
@@ -269,6 +287,11 @@ class MooncakeStore(SharedPageStore):
             return []
         codes = self._client.batch_is_exist(list(names))
         _check_reached(codes)
+        failed = [code for code in codes if code < 0 and code != _NOT_FOUND]
+        if failed:
+            self._count(io_errors=len(failed))
+            message = "%s does not say whether it has %d pages (%d): they count as absent"
+            self._log.warning("look", message, self.display_name, len(failed), failed[0])
         return [code == 1 for code in codes]
 
     def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
@@ -277,6 +300,8 @@ class MooncakeStore(SharedPageStore):
         # Closed before the lock is free: then nothing is on its way.
         with lane.lock, closing(lane.move(get, self._runs(pool, records, lane))) as moved:
             for run, codes in moved:
+                if codes[0] == _NOT_TRIED:
+                    break
                 # All checksums first: the passes over the pages displace the code of the rest.
                 sums = checksums([[placed.block[HEADER_BYTES:]] for placed in run])
                 found = [self._finish_read(*each) for each in zip(run, codes, sums)]
@@ -293,6 +318,7 @@ class MooncakeStore(SharedPageStore):
         if code == _TOO_LONG or (code >= 0 and code != record.num_bytes):
             return Outcome.FOREIGN
         if code < 0:
+            self._read_failure = f"the store says {code}"
             return Outcome.FAILED
         outcome = judge(record, placed.block[:HEADER_BYTES], payload_checksum)
         if outcome is Outcome.DONE:
@@ -319,16 +345,18 @@ class MooncakeStore(SharedPageStore):
         return outcomes
 
     def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            code = self._client.remove(name, True)
-            if code < 0 and code != _NOT_FOUND:
-                self._log.warning("remove", "%s could not be removed: %d", name, code)
+        codes = [int(self._client.remove(name, True)) for name in names]
+        _check_reached(codes)
+        failed = [code for code in codes if code < 0 and code != _NOT_FOUND]
+        if failed:
+            raise StoreRefused(f"{len(failed)} of {len(names)} records stay, it says {failed[0]}")
 
     def _remove_prefix(self, prefix: str) -> int:
         # Prefixes hold letters, digits, '-', '_' and '/' only.
         num_removed = int(self._client.remove_by_regex(f"^{prefix}", True))
+        _check_reached([num_removed])
         if num_removed < 0:
-            raise StoreUnreachable(f"removing records failed with {num_removed}")
+            raise StoreRefused(f"it says {num_removed}")
         return num_removed
 
     # -- placement --
@@ -414,8 +442,13 @@ def _check_reached(codes: Sequence[int]) -> None:
         raise StoreUnreachable(f"a call of the master failed with {failed}")
 
 
+# What the environment has from us, and not from the user, whose own variables win.
+_our_settings: dict[str, str] = {}
+
+
 def _load(options: MooncakeOptions) -> Any:
-    """Import the client. Its times and its log are set by the environment, read while it loads."""
+    """Import the client. Its times and its log are set by the environment: the log's are read while
+    it loads, the times by every connection (measured), so each has the times that it asks for."""
     settings = {
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(options.transfer_timeout_s)),
         "MC_RPC_TIMEOUT_MS": str(round(options.rpc_timeout_s * 1000)),
@@ -425,7 +458,8 @@ def _load(options: MooncakeOptions) -> Any:
         "MC_YLT_LOG_LEVEL": "error",
     }
     for name, value in settings.items():
-        os.environ.setdefault(name, value)
+        if os.environ.get(name) == _our_settings.get(name):
+            os.environ[name] = _our_settings[name] = value
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:

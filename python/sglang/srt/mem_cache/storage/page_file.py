@@ -25,6 +25,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -327,17 +328,14 @@ def touch_page(path: str, touch_ns: int) -> None:
 
 
 def verify_file(path: Path) -> tuple[PageStatus, PageMeta | None]:
-    """Read a whole file and check it against its own name and checksums. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        data = memoryview(file.readall())
-    meta = parse_header(data[:HEADER_BYTES])
-    payload = data[HEADER_BYTES:]
-    if (
-        meta is None
-        or payload.nbytes != meta.payload_bytes
-        or checksum([payload]) != meta.payload_checksum
-    ):
-        return PageStatus.DAMAGED, meta
+    """Read a page's file, of the size that its header states, and check it against its own name and
+    checksums; one of another size is damaged and not read. Raises OSError."""
+    with _regular_file(path) as (fd, info):
+        meta = parse_header(os.pread(fd, HEADER_BYTES, 0))
+        if meta is None or info.st_size != HEADER_BYTES + meta.payload_bytes:
+            return PageStatus.DAMAGED, meta
+        if _payload_checksum(fd, meta.payload_bytes) != meta.payload_checksum:
+            return PageStatus.DAMAGED, meta
     name = parse_file_name(path.name)
     is_named_so = name is not None and name.key == meta.key and name.owner == meta.owner.file_suffix
     return (PageStatus.OK if is_named_so else PageStatus.FOREIGN), meta
@@ -345,8 +343,33 @@ def verify_file(path: Path) -> tuple[PageStatus, PageMeta | None]:
 
 def read_meta(path: Path) -> PageMeta | None:
     """Return a file's header; None when it is damaged. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
-        return parse_header(file.read(HEADER_BYTES))
+    with _regular_file(path) as (fd, _):
+        return parse_header(os.pread(fd, HEADER_BYTES, 0))
+
+
+@contextmanager
+def _regular_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a page's file as a server does. Raises OSError for a link, a pipe, a device."""
+    fd = _open_page(str(path))
+    if fd is None:
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        yield fd, info
+    finally:
+        os.close(fd)
+
+
+def _payload_checksum(fd: int, num_bytes: int) -> int:
+    piece = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
+    value = 0
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        part = piece[: num_bytes - start]
+        num_read = _read_fully(fd, [part], HEADER_BYTES + start)
+        value = checksum([part[:num_read]], value)
+    return value
 
 
 def _open_page(path: str) -> int | None:

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.storage.shared_store import (
     Outcome,
     Record,
     SharedPageStore,
+    StoreRefused,
     StoreUnreachable,
     check_prefix,
     chunks,
@@ -46,7 +47,7 @@ T = TypeVar("T")
 
 OPTION_NAMES = frozenset({"url", "ttl", "timeout", "connect_timeout", "batch_bytes", "key_prefix"})
 _SCAN_COUNT = b"1000"
-# The server counts milliseconds since 1970 in 64 bits.
+# A thousand years: the server counts milliseconds since 1970 in 64 bits.
 _MOST_TTL_S = 1000 * 365 * 86400
 _MOST_BATCH_BYTES = 4 << 30
 _MAX_IDLE = 4  # connections: one thread each looks, reads, writes and probes
@@ -76,25 +77,24 @@ def redis_options(extra: Mapping[str, Any]) -> RedisOptions:
     variables = {"url": envs.SGLANG_HICACHE_REDIS_URL.name}
     options = BackendOptions("redis", [extra, {"url": url} if url else {}], variables)
     options.check_known(OPTION_NAMES)
-    ttl_s = options.number("ttl", 0.0)
-    if ttl_s > _MOST_TTL_S:
-        raise ValueError(f"ttl must be at most {_MOST_TTL_S} seconds, a thousand years")
-    batch_bytes = options.size("batch_bytes", 32 << 20)
-    if not 1 <= batch_bytes <= _MOST_BATCH_BYTES:
-        raise ValueError(f"batch_bytes must be from 1 to {_MOST_BATCH_BYTES}, not {batch_bytes}")
-    url = options.text("url", "redis://127.0.0.1:6379/0")
+    url = options.text("url", "redis://127.0.0.1:6379/0", is_secret=True)
     try:
         address = parse_url(url)
     except ValueError as error:
         raise ValueError(str(error).replace("url", options.name("url"), 1)) from error
     return RedisOptions(
         address=address,
-        ttl_s=ttl_s,
+        ttl_s=options.number("ttl", 0.0, most=_MOST_TTL_S),
         timeout_s=options.number("timeout", 2.0, least=0.01),
         connect_timeout_s=options.number("connect_timeout", 1.0, least=0.01),
-        batch_bytes=batch_bytes,
+        batch_bytes=options.size("batch_bytes", 32 << 20, least=1, most=_MOST_BATCH_BYTES),
         key_prefix=check_prefix(options.text("key_prefix", DEFAULT_PREFIX)),
     )
+
+
+def _refusal(command: str, error: RespError) -> StoreRefused | StoreUnreachable:
+    text = f"{command}: {error}"
+    return StoreUnreachable(text) if str(error).startswith(_AWAY) else StoreRefused(text)
 
 
 @dataclass(slots=True)
@@ -151,7 +151,8 @@ class RedisStore(SharedPageStore):
     # -- see SharedPageStore --
 
     def _probe(self) -> bool:
-        return not isinstance(self._ask([[b"PING"]])[0], RespError)
+        answer = self._ask([[b"PING"]])[0]
+        return not (isinstance(answer, RespError) and str(answer).startswith(_AWAY))
 
     def _look_up(self, names: Sequence[str]) -> list[bool]:
         # Not EXISTS: that another type of value is in the way would never be noticed.
@@ -162,12 +163,11 @@ class RedisStore(SharedPageStore):
                 if str(answer).startswith("WRONGTYPE"):
                     bad.append(name)
                 else:
-                    self._refused(answer)
+                    self._refused("STRLEN", answer)
         if bad:
-            self._count(foreign=len(bad))
-            message = "%s holds no page but another type of value: removed (%d in this call)"
-            self._log.warning("type", message, bad[0], len(bad))
-            self._remove(bad)
+            # Whoever may not remove it sees it again and again: it counts once.
+            self._count(foreign=len(set(bad) - self._bad))
+            self._discard(bad, "another type of value in the place of a page")
         return [isinstance(answer, int) and answer > 0 for answer in answers]
 
     def _read(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
@@ -183,8 +183,7 @@ class RedisStore(SharedPageStore):
         connection.send([[b"MGET", *[record.name.encode() for record in run]]])
         length = connection.begin_array()
         if isinstance(length, RespError):
-            self._refused(length)
-            return [Outcome.FAILED] * len(run)
+            raise _refusal("MGET", length)
         outcomes = []
         header = memoryview(bytearray(HEADER_BYTES))
         for record in run:
@@ -210,7 +209,7 @@ class RedisStore(SharedPageStore):
             ]
             for answer in self._ask(commands):
                 if isinstance(answer, RespError):
-                    self._refused(answer)
+                    self._refused("SET", answer)
                 refused = isinstance(answer, RespError)
                 outcomes.append(Outcome.FAILED if refused else Outcome.DONE)
             if Outcome.FAILED in outcomes:
@@ -218,7 +217,13 @@ class RedisStore(SharedPageStore):
         return outcomes
 
     def _remove(self, names: Sequence[str]) -> None:
-        self._ask([[b"UNLINK", *[name.encode() for name in names]]])
+        self._unlink([name.encode() for name in names])
+
+    def _unlink(self, names: Sequence[bytes]) -> int:
+        answer = self._ask([[b"UNLINK", *names]])[0]
+        if isinstance(answer, RespError):
+            raise _refusal("UNLINK", answer)
+        return int(answer)
 
     def _remove_prefix(self, prefix: str) -> int:
         # Prefixes hold nothing that a pattern gives a meaning to.
@@ -228,25 +233,30 @@ class RedisStore(SharedPageStore):
         while True:
             answer = self._ask([[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", _SCAN_COUNT]])[0]
             if isinstance(answer, RespError):
-                raise StoreUnreachable(str(answer))
+                raise _refusal("SCAN", answer)
             cursor, names = answer
             if names:
-                num_removed += int(self._ask([[b"UNLINK", *names]])[0])
+                num_removed += self._unlink(names)
             if cursor == b"0":
                 return num_removed
 
     def _refresh(self, names: Sequence[str]) -> None:
         if self.options.ttl_s:
-            self._ask([[b"PEXPIRE", name.encode(), self._ttl_ms] for name in names])
+            answers = self._ask([[b"PEXPIRE", name.encode(), self._ttl_ms] for name in names])
+            refused = next((each for each in answers if isinstance(each, RespError)), None)
+            if refused is not None:
+                self._refused("PEXPIRE", refused)
 
     @property
     def _ttl_ms(self) -> bytes:
         return b"%d" % max(round(self.options.ttl_s * 1000), 1)
 
-    def _refused(self, error: RespError) -> None:
-        if str(error).startswith(_AWAY):
-            raise StoreUnreachable(str(error))
-        self._log.warning("refused", "%s refuses: %s", self.display_name, error)
+    def _refused(self, command: str, error: RespError) -> None:
+        """Say that the server answers and does not do it. Raises StoreUnreachable if it is away."""
+        refusal = _refusal(command, error)
+        if isinstance(refusal, StoreUnreachable):
+            raise refusal
+        self._log.warning(f"refused {command}", "%s refuses %s", self.display_name, refusal)
 
     # -- connections --
 

@@ -19,6 +19,8 @@ _MAX_LINE_BYTES = 64 << 10
 _READ_AHEAD_BYTES = 16 << 10
 _DEFAULT_PORT = 6379
 
+_ESCAPES = "in a password '%', '/', '?', '#', '[' and ']' are written %25, %2F, %3F, %23, %5B, %5D"
+
 Buffer = bytes | memoryview
 Argument = Buffer | Sequence[Buffer]
 """One argument of a command; a sequence is sent as one value, piece after piece."""
@@ -51,20 +53,31 @@ class RespAddress:
 
 def parse_url(url: str) -> RespAddress:
     """Read ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS (``valkey``
-    likewise) or ``unix://path[?db=n]``. Raises ValueError, which never shows a password."""
-    parts = urlsplit(url)
+    likewise) or ``unix://path[?db=n]``. Raises ValueError, which quotes nothing that an '@'
+    follows: any part of a URL that is wrong may be a piece of the password."""
+    try:
+        url.encode()
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError(f"url cannot be read: {_ESCAPES}") from None
     scheme = parts.scheme.replace("valkey", "redis")
     if scheme not in ("redis", "rediss", "unix"):
         raise ValueError("url must begin with redis://, rediss:// or unix://")
     query = parse_qs(parts.query, keep_blank_values=True)
-    if unknown := sorted(set(query) - {"db"}):
+    unknown = sorted(set(query) - {"db"})
+    if parts.fragment or (unknown and "@" in parts.query):
+        raise ValueError(f"url takes nothing but db behind '?', and no '#'; {_ESCAPES}")
+    if unknown:  # behind the '@', which ends a password
         raise ValueError(
             f"url takes no {', '.join(unknown)} behind '?'; time limits are options of the backend"
         )
     try:
-        port, database = parts.port or _DEFAULT_PORT, _database(parts)
+        port = _DEFAULT_PORT if parts.port is None else parts.port
+        database = _database(parts)
     except ValueError:
-        raise ValueError("url has a port or a database that is no number") from None
+        raise ValueError(f"url has a port or a database that is no number; {_ESCAPES}") from None
+    if port == 0 or database < 0:
+        raise ValueError("url needs a port from 1 to 65535, and a database from 0")
     if scheme == "unix" and not parts.path:
         raise ValueError("url must name the path of the local socket")
     return RespAddress(

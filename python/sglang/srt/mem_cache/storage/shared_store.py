@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 import threading
 import time
@@ -57,6 +58,10 @@ _COUNTERS = ("hits", "misses", "corrupt", "foreign", "written", "existing", "dro
 
 class StoreUnreachable(RuntimeError):
     """The store did not answer a call; it is not called again until it does."""
+
+
+class StoreRefused(RuntimeError):
+    """The store answered a call, and did not do what was asked: it is not away."""
 
 
 class Outcome(Enum):
@@ -128,6 +133,11 @@ def chunks(records: Sequence[Record], max_bytes: float) -> Iterator[Sequence[Rec
         yield records[start:]
 
 
+# Reads of one record that fail, one after another, until it no longer counts as there.
+_MOST_FAILED_READS = 3
+_MOST_REMEMBERED = 65_536
+_REFUSED_READS_S = 10.0  # after a refused read: nothing counts as there for so long
+
 # The headers of records, which are about to be written.
 HeaderMaker = Callable[[Sequence[Record]], list[bytes]]
 
@@ -135,7 +145,8 @@ HeaderMaker = Callable[[Sequence[Record]], list[bytes]]
 class SharedPageStore(HiCacheStorage):
     """See the module docstring. No failure of the store leaves a ``batch_*`` call as an exception.
 
-    The abstract methods below raise StoreUnreachable when the store does not answer.
+    The abstract methods below raise StoreUnreachable when the store does not answer, and
+    StoreRefused when it will not do what was asked.
     """
 
     display_name = "the store"
@@ -159,6 +170,11 @@ class SharedPageStore(HiCacheStorage):
         self._stats: Counter[str] = Counter()
         self._stats_lock = threading.Lock()
         self._log = RateLimitedLog(logger)
+        # Changed and read by several threads, one operation of a dictionary at a time.
+        self._failed_reads: dict[str, int] = {}  # in a row, by name of the record
+        self._bad: set[str] = set()  # names of bad records that could not be removed: counted once
+        self._reads_refused_until = -math.inf  # monotonic, s
+        self._read_failure = "a node of it is away"  # why the last read failed, as far as known
         self.availability = Availability(self.display_name, self._probe)
 
     # -- what a backend adds --
@@ -186,7 +202,7 @@ class SharedPageStore(HiCacheStorage):
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> None:
-        """Delete records, whoever may be reading them."""
+        """Delete records, whoever may be reading them. Raises StoreRefused where one stays."""
 
     @abstractmethod
     def _remove_prefix(self, prefix: str) -> int:
@@ -201,8 +217,7 @@ class SharedPageStore(HiCacheStorage):
         self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """Return how many leading keys have a record; one call of the store."""
-        names = self._names(keys)
-        flags = self._guarded("look", lambda: self._look_up(names), [False] * len(names))
+        flags = self._readable(self._names(keys))
         return flags.index(False) if False in flags else len(flags)
 
     def batch_exists_v2(
@@ -214,7 +229,7 @@ class SharedPageStore(HiCacheStorage):
         """See the base class; one call of the store for all pools."""
         asked = [list(keys), *(list(pool.keys or ()) for pool in pools)]
         names = self._names([key for part in asked for key in part])
-        flags = self._guarded("look", lambda: self._look_up(names), [False] * len(names))
+        flags = self._readable(names)
         num_pages = flags[: len(keys)].index(False) if False in flags[: len(keys)] else len(keys)
         present: dict[PoolName, list[bool]] = {}
         start = len(keys)
@@ -343,8 +358,32 @@ class SharedPageStore(HiCacheStorage):
             for record, payload_checksum in zip(records, sums)
         ]
 
+    def _readable(self, names: Sequence[str]) -> list[bool]:
+        """Return which records are there and worth a read."""
+        nothing = [False] * len(names)
+        if time.monotonic() < self._reads_refused_until:
+            return nothing
+        return self._guarded("look", lambda: self._present(names), nothing)
+
+    def _present(self, names: Sequence[str]) -> list[bool]:
+        """Look up; what could not be read time after time is not there: it may be written anew."""
+        failed = self._failed_reads
+        flags = self._look_up(names)
+        if not failed:
+            return flags
+        return [
+            flag and failed.get(name, 0) < _MOST_FAILED_READS for name, flag in zip(names, flags)
+        ]
+
     def _read_guarded(self, pool: PoolName, records: Sequence[Record]) -> list[Outcome]:
-        return self._guarded("read", lambda: self._read(pool, records), [])
+        def read() -> list[Outcome]:
+            try:
+                return self._read(pool, records)
+            except StoreRefused:
+                self._reads_refused_until = time.monotonic() + _REFUSED_READS_S
+                raise
+
+        return self._guarded("read", read, [])
 
     def _write_guarded(
         self, pool: PoolName, records: Sequence[Record], namespace: bytes | None
@@ -361,7 +400,7 @@ class SharedPageStore(HiCacheStorage):
         written: list[bool],
     ) -> None:
         """Write what is not there; ``written`` gets the verdicts, also when the store goes away."""
-        there = self._look_up([record.name for record in records])
+        there = self._present([record.name for record in records])
         existing = [record.name for record, exists in zip(records, there) if exists]
         written[:] = there
         self._count(existing=len(existing))
@@ -375,6 +414,9 @@ class SharedPageStore(HiCacheStorage):
         outcomes = self._write(pool, missing, lambda run: self._headers(run, digest))
         for position, outcome in zip(positions, outcomes):
             written[position] = outcome is Outcome.DONE
+            if outcome is Outcome.DONE:
+                self._failed_reads.pop(records[position].name, None)
+                self._bad.discard(records[position].name)
         num_done = outcomes.count(Outcome.DONE)
         self._count(
             written=num_done,
@@ -390,7 +432,13 @@ class SharedPageStore(HiCacheStorage):
             )
 
     def _finish_reads(self, records: Sequence[Record], outcomes: Sequence[Outcome]) -> None:
-        """Count; remove what is not the page it should be: a miss, which the next write heals."""
+        """Count; remove what is not the page it should be: a miss, which the next write heals.
+
+        A bad record that cannot be removed counts once, however often it is read.
+        """
+        self._note_failures(records, outcomes)
+        known = self._bad
+        fresh = [o for r, o in zip(records, outcomes) if r.name not in known]
         bad = [r for r, o in zip(records, outcomes) if o in (Outcome.DAMAGED, Outcome.FOREIGN)]
         done = [record for record, outcome in zip(records, outcomes) if outcome is Outcome.DONE]
         self._count(
@@ -398,15 +446,50 @@ class SharedPageStore(HiCacheStorage):
             misses=outcomes.count(Outcome.MISSING),
             io_errors=outcomes.count(Outcome.FAILED),
             bytes_read=sum([record.payload_bytes for record in done]),
-            corrupt=outcomes.count(Outcome.DAMAGED),
-            foreign=outcomes.count(Outcome.FOREIGN),
+            corrupt=fresh.count(Outcome.DAMAGED),
+            foreign=fresh.count(Outcome.FOREIGN),
         )
         if bad:
-            message = "%s is no page of ours: removed, counts as a miss (%d in this read)"
-            self._log.warning("bad", message, bad[0].name, len(bad))
-            self._guarded("remove", lambda: self._remove([record.name for record in bad]), None)
+            self._discard([record.name for record in bad])
+        if known and done:  # healed by another server
+            known.difference_update([record.name for record in done])
         if done:
             self._guarded("refresh", lambda: self._refresh([record.name for record in done]), None)
+
+    def _note_failures(self, records: Sequence[Record], outcomes: Sequence[Outcome]) -> None:
+        failed = self._failed_reads
+        num_failed = 0
+        for record, outcome in zip(records, outcomes):
+            if outcome is Outcome.FAILED:
+                num_failed += 1
+                failed[record.name] = failed.get(record.name, 0) + 1
+            elif failed:
+                failed.pop(record.name, None)
+        if len(failed) > _MOST_REMEMBERED:
+            failed.clear()
+        if num_failed:
+            message = "%d pages could not be read from %s: %s"
+            self._log.warning("read", message, num_failed, self.display_name, self._read_failure)
+
+    def _discard(self, names: Sequence[str], kind: str = "no page of ours") -> None:
+        """Remove bad records and say what they were and what became of them."""
+        is_removed = self._try_remove(names)
+        if is_removed:
+            self._bad.difference_update(names)
+        else:
+            if len(self._bad) > _MOST_REMEMBERED:
+                self._bad.clear()
+            self._bad.update(names)
+        message = "%s is %s: %s, counts as a miss (%d in this call)"
+        what = "removed" if is_removed else "could not be removed"
+        self._log.warning(kind, message, names[0], kind, what, len(names))
+
+    def _try_remove(self, names: Sequence[str]) -> bool:
+        def remove() -> bool:
+            self._remove(names)
+            return True
+
+        return self._guarded("remove", remove, False)
 
     # -- faults --
 
@@ -419,6 +502,11 @@ class SharedPageStore(HiCacheStorage):
         except StoreUnreachable as error:
             self._count(io_errors=1)
             self.availability.report_failure(f"{what}: {error}")
+            return otherwise
+        except StoreRefused as error:
+            self._count(io_errors=1)
+            message = "%s refuses (%s): %s"
+            self._log.warning(f"refused {what}", message, self.display_name, what, error)
             return otherwise
 
     def _count(self, **amounts: int) -> None:

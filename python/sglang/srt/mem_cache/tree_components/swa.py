@@ -151,8 +151,9 @@ class SWAComponent(TreeComponent):
                 if left > rest
             }
         )
-        if lower.write_through_pending_id is not None:
-            # The copy's own lock is of the lower end and may not reach so far.
+        if lower.write_through_pending_id is not None and self.reach:
+            # The copy's own lock is of the lower end and may not reach so far. Where windows look
+            # back on nothing it holds no row at all, and a match must not lock what was promised.
             further[_COPY] = 1
         if further:
             self._locks[upper.id] = further
@@ -309,7 +310,8 @@ class SWAComponent(TreeComponent):
         rows = self._reserved(to_host, transfers)
         if rows is None:
             return
-        self._loading = ()
+        if not to_host:  # rows may go to the host while others are about to come from there
+            self._loading = ()
         offset = 0
         for node in self._to_copy(nodes, to_host):
             of_node = rows[offset : offset + len(node.key)]
@@ -327,10 +329,10 @@ class SWAComponent(TreeComponent):
         rows = self._reserved(to_host, transfers)
         if rows is None:
             return
-        self._loading = ()
         if to_host:
             self.host_pool.free(rows)
         else:
+            self._loading = ()
             self.allocator.swa_allocator.free(rows)
 
     def _reserved(self, to_host: bool, transfers: Sequence[PoolTransfer]) -> torch.Tensor | None:
