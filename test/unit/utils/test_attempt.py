@@ -17,7 +17,7 @@ PATIENCE_S = 10.0
 class Maker:
     """Makes its own list of what was closed, once it is let go, or raises `error`."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.go = threading.Event()
         self.closed: list[str] = []
         self._error = error
@@ -171,6 +171,18 @@ def test_what_the_making_raises_is_the_reason() -> None:
     maker.go.set()
     end_thread(attempt)
     assert maker.closed == []
+
+
+class Panic(BaseException):
+    """What an extension in another language may raise."""
+
+
+def test_what_is_no_exception_is_a_reason_too() -> None:
+    maker = Maker(Panic("index out of bounds"))
+    maker.go.set()
+    attempt = maker.start()
+    wait_for_state(attempt, AttemptState.FAILED)
+    assert attempt.failure == "Panic('index out of bounds')"
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
