@@ -181,6 +181,22 @@ def test_large_batches_step_aside_and_come_back(
     assert num_steps[FRONT if wishes else WHOLE] > 0
 
 
+@pytest.mark.parametrize("wishes", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
+def test_padding_beyond_the_limit_does_not_step_aside(folder: Path, wishes: dict[str, Any]) -> None:
+    """Three requests are within the limit, and run with the graphs of four, which are not."""
+    width = 4
+    with envs.SGLANG_SPECULATIVE_MAX_VERIFY_TOKENS.override(4 * width - 1):
+        with served(folder, "EAGLE3", *CHAIN) as server:
+            worker = worker_of(server)
+            assert worker.steps_aside(4) and not worker.steps_aside(3)
+            worker.capture_graphs([1, 2, 4], pad=True, show_progress=False)
+            assert worker.graphs is not None
+            rids = [server.submit(prompt, 9, **wishes) for prompt in PROMPTS[:3]]
+            server.run_until_idle()
+            assert all(len(server.answer_of(rid).tokens) == 9 for rid in rids)
+            assert worker.graphs.num_steps[FRONT if wishes else WHOLE] > 0
+
+
 def test_the_draft_is_up_to_date_after_stepping_aside(folder: Path) -> None:
     with envs.SGLANG_SPECULATIVE_MAX_VERIFY_TOKENS.override(7):
         with served(folder, "STANDALONE", *CHAIN) as server:

@@ -26,6 +26,7 @@ from sglang.srt.constrained.base_grammar_backend import (
 )
 from sglang.srt.layers import sampler as sampler_module
 from sglang.srt.layers.sampler import Sampler, apply_vocab_mask
+from sglang.srt.speculative.verify_sampling import fill_tree_masks
 from sglang.test.fakes.byte_tokenizer import END_IDS, build_byte_tokenizer, write_byte_tokenizer
 from sglang.test.fakes.sampling_reqs import FakeOutput, FakeReq, batch_info, params
 
@@ -305,6 +306,40 @@ def test_grammar_that_hits_a_limit_later_ends_the_request(
     # The end token is sampled, refused, and the request is ended with the reason.
     assert not matcher.accept_token(END_IDS[0])
     assert matcher.copy().error == matcher.error
+    backend.reset()
+
+
+def test_drafts_that_hit_a_limit_do_not_end_the_request(
+    backend: BaseGrammarBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The branch behind "b" is too much for the engine; the target goes on with "a"."""
+    limits = LLParserLimits(max_items_in_row=60, verbose_errors=False)
+    monkeypatch.setattr(backend, "_limits", limits)
+    backend.reset()
+    names = [f"r{i}" for i in range(100)]
+    rules = "".join(f'{name}: "x{name}" "y"\n' for name in names)
+    text = f'start: "a" start | "ac" | "b" many\nmany: {" | ".join(names)}\n{rules}'
+    a, b, c = (ids_of(char)[0] for char in "abc")
+    plain = compiled(backend, "ebnf", text)
+    matcher = compiled(backend, "ebnf", text)
+    for wanted in (a, a, a):
+        assert plain.accept_token(wanted) and matcher.accept_token(wanted)
+        reqs = [FakeReq(params(), grammar=matcher)]
+        info = batch_info(reqs, VOCAB_SIZE)
+        masks = fill_tree_masks(info, [[wanted, a, b, c, b]], [[-1, 0, 0, 0, 1]], [0])
+        assert masks is not None
+        own = np.empty(bitmask_width(VOCAB_SIZE), dtype=np.int32)
+        plain.fill_mask(own)
+        assert np.array_equal(masks[0], own)
+        assert matcher.error is None
+        assert allowed(matcher) == allowed(plain)
+    # The target's own choice is another matter.
+    assert not matcher.accept_token(b)
+    assert matcher.error is not None
+    assert matcher.copy().error is not None
+    matcher.rollback(1)
+    assert matcher.error is None
+    assert matcher.accept_token(a)
     backend.reset()
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.loader import load_model, load_weights_into
-from sglang.srt.model_loader.weight_utils import CheckpointError
+from sglang.srt.model_loader.weight_utils import CheckpointError, open_checkpoint
 from sglang.srt.models.base import LanguageModel, WeightLoadError
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
@@ -197,3 +197,21 @@ def test_index_that_names_absent_shards_is_refused(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weights": 1}))
     with pytest.raises(CheckpointError, match="no valid index"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    "entry", [3, {"inner": torch.zeros(1)}, torch.eye(2).to_sparse()], ids=["int", "dict", "sparse"]
+)
+def test_a_bin_file_with_other_things_beside_tensors_is_refused(
+    tmp_path: Path, entry: object
+) -> None:
+    torch.save({"weight": torch.zeros(1), "other": entry}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="more than plain tensors: other"):
+        list(open_checkpoint(str(tmp_path)).tensor_infos())
+
+
+def test_an_index_of_numbers_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": 3}}))
+    with pytest.raises(CheckpointError, match="no valid index"):
+        open_checkpoint(str(tmp_path))

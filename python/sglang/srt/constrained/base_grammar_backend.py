@@ -67,7 +67,10 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last `num_tokens` accepted tokens. Raises ValueError beyond the start."""
+        """Undo the last `num_tokens` accepted tokens, and an `error` that came behind them.
+
+        Of 0 tokens: the error alone. Raises ValueError beyond the start.
+        """
 
     @abstractmethod
     def copy(self) -> GrammarMatcher:
@@ -76,7 +79,7 @@ class GrammarMatcher(ABC):
     @property
     @abstractmethod
     def error(self) -> str | None:
-        """Why the matcher cannot go on (resource limit), or None. Never leaves that state."""
+        """Why the matcher cannot go on (resource limit), or None. Stays until a rollback."""
 
 
 class BaseGrammarBackend(ABC):

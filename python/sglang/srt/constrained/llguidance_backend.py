@@ -40,11 +40,18 @@ class LLGuidanceMatcher(GrammarMatcher):
     that follows a text that could not be continued anyway.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], eos_row: BitmaskRow):
-        self._matcher = matcher
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: frozenset[int],
+        eos_row: BitmaskRow,
+        current: LLMatcher | None = None,
+    ) -> None:
+        self._start = matcher  # at the beginning; never advanced, shared with copies
+        self._matcher = matcher.deep_copy() if current is None else current
         self._eos_token_ids = eos_token_ids
         self._eos_row = eos_row
-        self._num_accepted = 0  # tokens in `_matcher`, without the end token
+        self._accepted: list[int] = []  # tokens in `_matcher`, without the end token
         self._is_ended = False
         self._dead_end: str | None = None
 
@@ -57,7 +64,7 @@ class LLGuidanceMatcher(GrammarMatcher):
         # `consume_token` would put the engine into its error state for good.
         if self._matcher.try_consume_tokens([token_id]) != 1:
             return False
-        self._num_accepted += 1
+        self._accepted.append(token_id)
         return True
 
     def fill_mask(self, row: BitmaskRow) -> None:
@@ -75,22 +82,26 @@ class LLGuidanceMatcher(GrammarMatcher):
         return self._is_ended
 
     def rollback(self, num_tokens: int) -> None:
-        total = self._num_accepted + int(self._is_ended)
+        total = len(self._accepted) + int(self._is_ended)
         if not 0 <= num_tokens <= total:
             raise ValueError(f"cannot roll back {num_tokens} of {total} tokens")
-        if num_tokens == 0:
-            return
-        if self._is_ended:
+        if num_tokens and self._is_ended:
             self._is_ended = False
             num_tokens -= 1
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
-            self._num_accepted -= num_tokens
         self._dead_end = None
+        num_left = len(self._accepted) - num_tokens
+        del self._accepted[num_left:]
+        if self._matcher.is_error():
+            # The engine never leaves that state: the same way once more.
+            self._matcher = self._start.deep_copy()
+            self._matcher.try_consume_tokens(self._accepted)
+        elif num_tokens:
+            self._matcher.rollback(num_tokens)
 
     def copy(self) -> LLGuidanceMatcher:
-        twin = LLGuidanceMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._eos_row)
-        twin._num_accepted = self._num_accepted
+        current = self._matcher.deep_copy()
+        twin = LLGuidanceMatcher(self._start, self._eos_token_ids, self._eos_row, current)
+        twin._accepted = list(self._accepted)
         twin._is_ended = self._is_ended
         twin._dead_end = self._dead_end
         return twin

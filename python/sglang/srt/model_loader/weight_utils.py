@@ -132,6 +132,9 @@ class TorchCheckpoint(Checkpoint):
             raise CheckpointError(f"{path} holds more than plain tensors: {error}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{path} does not hold a dictionary of tensors")
+        odd = [str(name) for name, value in state.items() if not _is_plain(value)]
+        if odd:
+            raise CheckpointError(f"{path} holds more than plain tensors: {', '.join(odd[:5])}")
         return state
 
 
@@ -196,13 +199,17 @@ def _torch_files(root: Path) -> list[Path]:
     return sorted([*root.glob("pytorch_model*.bin"), *root.glob("model*.pt")])
 
 
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
 def _indexed_files(index: Path) -> list[Path]:
     """Files that an index names. Raises CheckpointError where one of them is absent."""
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [index.parent / name for name in sorted(names)]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is no valid index: {error!r}") from error
-    files = [index.parent / name for name in sorted(names)]
     absent = [path.name for path in files if not path.is_file()]
     if absent:
         raise CheckpointError(f"{index.name} names files that are absent: {', '.join(absent)}")

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import mmap
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -90,18 +91,18 @@ class DeviceRegion(MemoryRegion):
     def _map(self) -> None:
         size, address = ctypes.c_size_t(self._size), ctypes.c_ulonglong(self._address)
         handle = ctypes.c_ulonglong()
-        _call("cuMemCreate", ctypes.byref(handle), size, self._prop_ref(), _ZERO)
-        try:
+        access = _AccessDesc()
+        access.location.type = _DEVICE
+        access.location.id = self._device_index
+        access.flags = _READ_WRITE
+        one = ctypes.c_size_t(1)
+        with ExitStack() as undo:
+            _call("cuMemCreate", ctypes.byref(handle), size, self._prop_ref(), _ZERO)
+            undo.callback(_call, "cuMemRelease", handle)
             _call("cuMemMap", address, size, ctypes.c_size_t(0), handle, _ZERO)
-            access = _AccessDesc()
-            access.location.type = _DEVICE
-            access.location.id = self._device_index
-            access.flags = _READ_WRITE
-            one = ctypes.c_size_t(1)
+            undo.callback(_call, "cuMemUnmap", address, size)
             _call("cuMemSetAccess", address, size, ctypes.byref(access), one)
-        except RuntimeError:
-            _call("cuMemRelease", handle)
-            raise
+            undo.pop_all()
         self._handle = handle
 
     def _prop_ref(self) -> Any:

@@ -111,8 +111,9 @@ class SpecGraphRunner:
         simulates: bool = False,
         show_progress: bool = False,
     ) -> None:
-        """`kinds_of`: the graphs of a batch size. `batch_sizes`: rising; without `pad` only batches
-        of exactly these sizes are replayed.
+        """`kinds_of`: the graphs of a number of requests; those of the numbers between two others
+        are theirs. `batch_sizes`: rising; without `pad` only batches of exactly these sizes are
+        replayed.
 
         `drafts`: WHOLE calls `step.draft`; else trees are given. `simulates`: accept as many
         drafts as the caller says (measurements).
@@ -345,11 +346,16 @@ class SpecGraphRunner:
             GraphKind.TARGET: self._target,
             GraphKind.COMMIT: self._commit,  # after what fills the buffers
         }
-        kinds = self._kinds_of(size)
+        # A few requests less may want other graphs, and are padded to this size, too.
+        kinds = self._kinds_of(size) | self._kinds_of(self._fewest_in(size))
         for kind, function in functions.items():
             if kind in kinds:
                 add(kind, functools.partial(function, size))
         return pool
+
+    def _fewest_in(self, size: int) -> int:
+        """The smallest batch that is run with graphs of this size."""
+        return size if self._exact_sizes is not None else self._size_of.index(size, 1)
 
 
 def _first_trees(tree: DraftTree, num_reqs: int) -> DraftTree:

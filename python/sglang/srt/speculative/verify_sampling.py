@@ -186,10 +186,15 @@ def _fill_tree(
     def visit(node: int, depth: int) -> None:
         depths[node] = depth
         matcher.fill_mask(masks[node])
+        if matcher.error is not None:
+            return
         for child in children[node]:
             if matcher.accept_token(token_ids[child]):
                 visit(child, depth + 1)
                 matcher.rollback(1)
+            elif matcher.error is not None:
+                # A draft that the target may never choose must not end the request.
+                matcher.rollback(0)
 
     visit(0, 0)
     return depths

@@ -313,3 +313,22 @@ def test_a_class_that_fails_at_every_page_says_so_once(caplog: pytest.LogCapture
     assert sum("connection lost" in line for line in said) <= 3, "get, set, exists"
     assert sum("no page of" in line for line in said) == 1
     assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_a_page_may_be_any_part_of_a_users_buffer(offset: int) -> None:
+    pool = make_host_pool()
+    fill_page(pool, 0, 0)
+    store = create("FlatStore")
+    store.register_mem_host_pool_v2(pool, PoolName.KV)
+    moved = transfer(pool, [0], [page_hash(0)])
+    assert store.batch_set_v2([moved])[PoolName.KV] == [True]
+    tensors = store.user_object.tensors  # type: ignore[attr-defined]
+    page = tensors[page_hash(0)].contiguous().view(-1).view(torch.uint8)
+    blob = torch.cat([torch.zeros(offset, dtype=torch.uint8), page])
+    tensors[page_hash(0)] = blob[offset:]
+    fill_page(pool, 0, 1)
+    assert store.batch_get_v2([moved])[PoolName.KV] == [True]
+    assert holds(pool, 0, 0)
+    tensors[page_hash(0)] = page.to_sparse()
+    assert store.batch_get_v2([moved])[PoolName.KV] == [False]

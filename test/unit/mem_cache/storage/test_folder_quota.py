@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -213,3 +214,66 @@ def test_threads_of_one_process_share_the_count(tmp_path: Path) -> None:
     assert quota.evict_to(5_000) > 0
     assert scan_folder(str(tmp_path)).used_bytes <= 5_000
     quota.close()
+
+
+def test_a_page_that_cannot_be_deleted_does_not_end_eviction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_host_pool()
+    store = make_file_store(tmp_path, pool, max_size=4 * PAGE)
+    assert put(store, pool, [0]) == [True]
+    (kept,) = map(str, tmp_path.glob("*.bin"))
+    unlink = os.unlink
+
+    def refuse(path: str) -> None:
+        if str(path) == kept:
+            raise PermissionError(errno.EPERM, "another user's", path)
+        unlink(path)
+
+    monkeypatch.setattr(folder_quota.os, "unlink", refuse)
+    for number in range(1, 9):
+        assert put(store, pool, [number]) == [True]
+    assert os.path.exists(kept)
+    assert scan_folder(str(tmp_path)).used_bytes <= 4 * PAGE
+    store.close()
+
+
+def test_a_lock_file_that_is_stale_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota = FolderQuota(tmp_path, QuotaLimits(max_bytes=20_000))
+    assert write_one(quota, 1, bytes(700))
+    lock = tmp_path / LOCK_NAME
+    with open(lock, "rb") as before:  # kept, so that its number is not given to another file
+        stale = os.fstat(before.fileno()).st_ino
+        lock.unlink()
+        flock = fcntl.flock
+
+        def as_after_a_mount(fd: int, operation: int) -> None:
+            if os.fstat(fd).st_ino == stale:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            flock(fd, operation)
+
+        monkeypatch.setattr(folder_quota.fcntl, "flock", as_after_a_mount)
+        with pytest.raises(OSError, match="Stale"):
+            write_one(quota, 2, bytes(700))
+        assert write_one(quota, 2, bytes(700))
+    quota.close()
+
+
+def test_a_lock_ends_where_its_file_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota, other = (FolderQuota(tmp_path, QuotaLimits(max_bytes=20_000)) for _ in range(2))
+    assert write_one(quota, 1, bytes(700))
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_quota, "_is_same_file", _broken)
+        with pytest.raises(OSError, match="broken"):
+            quota.reserve(10)
+    assert write_one(other, 2, bytes(700))
+    quota.close()
+    other.close()
+
+
+def _broken(fd: int, path: str) -> bool:
+    raise OSError(errno.EIO, "broken")

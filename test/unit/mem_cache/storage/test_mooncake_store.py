@@ -369,3 +369,19 @@ def test_a_bad_master_of_the_environment_is_named_so(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "here")
     with pytest.raises(ValueError, match="MOONCAKE_MASTER in the environment"):
         mooncake_options({})
+
+
+@pytest.mark.parametrize("name", ["batch_is_exist", "batch_get_into", "batch_put_from"])
+def test_fewer_results_than_records_are_a_store_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pool = make_host_pool()
+    store, client = make(monkeypatch, pool)
+    assert put(store, pool, [0]) == [True]
+    monkeypatch.setattr(client, name, lambda *_: [], raising=False)
+    if name == "batch_get_into":
+        assert get(store, pool, range(3)) == [False] * 3
+    else:
+        assert put(store, pool, range(3))[1:] == [False] * 2
+    assert store.availability.num_outages == 1
+    store.close()

@@ -10,6 +10,9 @@ from contextlib import suppress
 
 import pytest
 
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_transfer import PoolName
+from sglang.srt.mem_cache.storage.redis_store import RedisStore
 from sglang.srt.mem_cache.storage.resp_client import (
     RespAddress,
     RespConnection,
@@ -17,6 +20,7 @@ from sglang.srt.mem_cache.storage.resp_client import (
     RespProtocolError,
     parse_url,
 )
+from sglang.test.fakes.host_pages import get, make_host_pool
 
 Connect = Callable[..., tuple[RespConnection, list[bytes]]]
 
@@ -105,6 +109,8 @@ def test_values_are_received_into_buffers(connect: Connect, piece: int) -> None:
         (b"?what\r\n", RespProtocolError),
         (b"$x\r\n", RespProtocolError),
         (b"$2\r\nabcd", RespProtocolError),
+        (b"$9999999999999\r\n", RespProtocolError),
+        (b"$%d\r\n" % 10**30, RespProtocolError),
         (b"+" + b"x" * 100_000, RespProtocolError),
     ],
 )
@@ -167,3 +173,55 @@ def test_what_is_wrong_with_an_address_never_quotes_it(url: str) -> None:
 
 def test_escaped_characters_of_a_password() -> None:
     assert parse_url("redis://:a%2Fb%3F%23%5B@h").password == "a/b?#["
+
+
+def test_an_array_that_is_none(connect: Connect) -> None:
+    connection, _ = connect(b"*-1\r\n*0\r\n")
+    assert connection.ask([[b"A"], [b"B"]]) == [None, []]
+
+
+def _store(server: socket.socket, answers: dict[bytes, bytes]) -> RedisStore:
+    """A store whose server answers each command by its name."""
+
+    def serve() -> None:
+        while True:
+            client, _ = server.accept()
+            threading.Thread(target=talk, args=(client,), daemon=True).start()
+
+    def talk(client: socket.socket) -> None:
+        while asked := client.recv(1 << 16):
+            client.sendall(answers[asked.split(b"\r\n")[2]])
+
+    def serve_until_closed() -> None:
+        with suppress(OSError):
+            serve()
+
+    threading.Thread(target=serve_until_closed, daemon=True).start()
+    url = f"redis://127.0.0.1:{server.getsockname()[1]}"
+    return RedisStore(HiCacheStorageConfig(model_name="m", extra_config={"url": url}))
+
+
+def test_clearing_where_deleting_is_refused_is_no_exception() -> None:
+    answers = {
+        b"PING": b"+PONG\r\n",
+        b"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\na\r\n",
+        b"UNLINK": b"-NOPERM no\r\n",
+    }
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = _store(server, answers)
+        assert store.clear() is False
+        store.close()
+
+
+@pytest.mark.parametrize("length", [-1, 0, 2])
+def test_another_number_of_values_than_asked_for_ends_the_connection(length: int) -> None:
+    values = b"$1\r\nx\r\n" * max(length, 0)
+    answers = {b"PING": b"+PONG\r\n", b"MGET": b"*%d\r\n%b" % (length, values)}
+    pool = make_host_pool()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = _store(server, answers)
+        store.register_mem_host_pool_v2(pool, PoolName.KV)
+        assert get(store, pool, [0]) == [False]
+        assert store.get_stats()["io_errors"] == 1
+        assert store._idle == []
+        store.close()

@@ -170,12 +170,11 @@ class FlatPageAdapter(HiCacheStorage):
             return False
         if answer is None or answer is False:
             return False
-        page = target if answer is True else answer
-        if not isinstance(page, torch.Tensor) or page.nbytes != target.nbytes:
+        if answer is not True and not _copy_page(answer, target):
             message = "get(%s) returned no page of %d bytes: counts as a miss"
             self._log.warning("page", message, key, target.nbytes)
             return False
-        pool.set_from_flat_data_page(index, page.view(target.dtype))
+        pool.set_from_flat_data_page(index, target)
         return True
 
     def _set(self, pool: HostKVCache, index: int, key: str) -> bool:
@@ -185,3 +184,20 @@ class FlatPageAdapter(HiCacheStorage):
         except Exception as error:  # the user's code
             self._failed("set", f"set({key})", error, "the page is not stored")
             return False
+
+
+def _copy_page(page: Any, target: torch.Tensor) -> bool:
+    """Copy the bytes of what a user's object returned; False where it is no page.
+
+    A tensor of any type, shape and place in memory may come, such as a part of a larger buffer.
+    """
+    if not isinstance(page, torch.Tensor):
+        return False
+    try:
+        if page.nbytes != target.nbytes:
+            return False
+        target.view(-1).view(torch.uint8).copy_(page.contiguous().view(-1).view(torch.uint8))
+    except RuntimeError:
+        logger.debug("a page of layout %s cannot be copied", page.layout, exc_info=True)
+        return False
+    return True

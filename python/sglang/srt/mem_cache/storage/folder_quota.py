@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -231,7 +231,10 @@ class FolderQuota:
         return num_removed
 
     def evict_to(self, max_bytes: int) -> int:
-        """Delete the least recently used pages until ``max_bytes`` are left; return how many."""
+        """Delete the least recently used pages until ``max_bytes`` are left; return how many.
+
+        Goes on past pages that cannot be deleted.
+        """
         with self._locked():
             before = self.num_evicted
             self._evict(self._rescan(), max_bytes)
@@ -240,9 +243,7 @@ class FolderQuota:
     def close(self) -> None:
         """Give the lock file back; idempotent."""
         with self._thread_lock:
-            if self._lock_fd is not None:
-                os.close(self._lock_fd)
-                self._lock_fd = None
+            self._close_lock()
 
     # -- under the lock --
 
@@ -267,11 +268,16 @@ class FolderQuota:
         keep = scan.used_bytes - excess
         if limit is not None and scan.used_bytes + size > limit:
             keep = min(keep, int(limit * self.limits.eviction_ratio) - size)
-        self._evict(scan, max(keep, 0))
-        return self._excess(self._read_ledger()[0], size) <= 0
+        failure = self._evict(scan, max(keep, 0))
+        has_room = self._excess(self._read_ledger()[0], size) <= 0
+        if failure is not None and not has_room:
+            raise failure
+        return has_room
 
-    def _evict(self, scan: FolderScan, keep_bytes: int) -> None:
-        used = scan.used_bytes
+    def _evict(self, scan: FolderScan, keep_bytes: int) -> OSError | None:
+        """Delete the oldest; return the first failure. A page that cannot be deleted (another
+        user's, an immutable file) must not keep the others from it."""
+        used, failure = scan.used_bytes, None
         for _, size, path in sorted(scan.pages):
             if used <= keep_bytes:
                 break
@@ -279,9 +285,13 @@ class FolderQuota:
                 os.unlink(path)
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                failure = failure or error
+                continue
             used -= size
             self.num_evicted += 1
         self._write_ledger(used, self._read_ledger()[1])
+        return failure
 
     def _rescan(self) -> FolderScan:
         started = time.monotonic()
@@ -325,12 +335,25 @@ class FolderQuota:
             raise TimeoutError(errno.ETIMEDOUT, "lock kept by another thread", self._lock_path)
         try:
             fd = self._acquire(deadline)
+            is_well = False
             try:
                 yield
+                is_well = True
             finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                self._unlock(fd, keeps_file=is_well)
         finally:
             self._thread_lock.release()
+
+    def _unlock(self, fd: int, *, keeps_file: bool) -> None:
+        """End the lock. A failure may be the lock file's own: then it is opened anew next time,
+        since on a file system that was mounted again what was open before is stale for good."""
+        if keeps_file:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                return
+            except OSError as error:
+                logger.debug("%s: %s", self._lock_path, error)
+        self._close_lock()  # ends the lock, too
 
     def _acquire(self, deadline: float) -> int:
         """Lock the file that is in the folder now: it may have been deleted and made anew."""
@@ -340,6 +363,8 @@ class FolderQuota:
             self._lock_fd = fd
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_same_file(fd, self._lock_path):
+                    return fd
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
@@ -349,9 +374,15 @@ class FolderQuota:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.02)
                 continue
-            if _is_same_file(fd, self._lock_path):
-                return fd
-            os.close(fd)
+            except OSError:
+                self._close_lock()  # see `_unlock`
+                raise
+            self._close_lock()
+
+    def _close_lock(self) -> None:
+        if self._lock_fd is not None:
+            with suppress(OSError):  # it is closed all the same
+                os.close(self._lock_fd)
             self._lock_fd = None
 
     def _open_lock(self) -> int:

@@ -286,7 +286,7 @@ class MooncakeStore(SharedPageStore):
         if not names:
             return []
         codes = self._client.batch_is_exist(list(names))
-        _check_reached(codes)
+        _check_reached(codes, len(names))
         failed = [code for code in codes if code < 0 and code != _NOT_FOUND]
         if failed:
             self._count(io_errors=len(failed))
@@ -346,7 +346,7 @@ class MooncakeStore(SharedPageStore):
 
     def _remove(self, names: Sequence[str]) -> None:
         codes = [int(self._client.remove(name, True)) for name in names]
-        _check_reached(codes)
+        _check_reached(codes, len(names))
         failed = [code for code in codes if code < 0 and code != _NOT_FOUND]
         if failed:
             raise StoreRefused(f"{len(failed)} of {len(names)} records stay, it says {failed[0]}")
@@ -354,7 +354,7 @@ class MooncakeStore(SharedPageStore):
     def _remove_prefix(self, prefix: str) -> int:
         # Prefixes hold letters, digits, '-', '_' and '/' only.
         num_removed = int(self._client.remove_by_regex(f"^{prefix}", True))
-        _check_reached([num_removed])
+        _check_reached([num_removed], 1)
         if num_removed < 0:
             raise StoreRefused(f"it says {num_removed}")
         return num_removed
@@ -432,11 +432,14 @@ def _arguments(run: list[_Placed]) -> tuple[list[str], list[int], list[int]]:
 
 def _moved(run: list[_Placed], call: Future[list[int]]) -> tuple[list[_Placed], list[int]]:
     codes = call.result()
-    _check_reached(codes)
+    _check_reached(codes, len(run))
     return run, codes
 
 
-def _check_reached(codes: Sequence[int]) -> None:
+def _check_reached(codes: Sequence[int], num_asked: int) -> None:
+    if len(codes) != num_asked:
+        # Of a client that is not connected; whose results these are nobody knows.
+        raise StoreUnreachable(f"{len(codes)} results for {num_asked} records")
     failed = next((code for code in codes if code in _RPC_FAILURES), None)
     if failed is not None:
         raise StoreUnreachable(f"a call of the master failed with {failed}")

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.storage.resp_client import (
     RespAddress,
     RespConnection,
     RespError,
+    RespProtocolError,
     parse_url,
 )
 from sglang.srt.mem_cache.storage.shared_store import (
@@ -184,6 +185,9 @@ class RedisStore(SharedPageStore):
         length = connection.begin_array()
         if isinstance(length, RespError):
             raise _refusal("MGET", length)
+        if length != len(run):
+            # What is too much would be taken for the next command's answer.
+            raise RespProtocolError(f"{length} values for {len(run)} names")
         outcomes = []
         header = memoryview(bytearray(HEADER_BYTES))
         for record in run:

@@ -18,6 +18,8 @@ _MAX_BUFFERS = 1000  # of one sendmsg call; Linux takes 1024
 _MAX_LINE_BYTES = 64 << 10
 _READ_AHEAD_BYTES = 16 << 10
 _DEFAULT_PORT = 6379
+# Of a value that comes outside of a caller's buffers: all of them are numbers, names, short texts.
+_MAX_VALUE_BYTES = 16 << 20
 
 _ESCAPES = "in a password '%', '/', '?', '#', '[' and ']' are written %25, %2F, %3F, %23, %5B, %5D"
 
@@ -172,12 +174,15 @@ class RespConnection:
             length = _number(text)
             if length < 0:
                 return None
+            if length > _MAX_VALUE_BYTES:
+                raise RespProtocolError(f"an answer of {length} bytes")
             value = bytearray(length)
             self._fill(memoryview(value))
             self._end_of_value()
             return bytes(value)
         if kind == b"*":
-            return [self.receive() for _ in range(_number(text))]
+            length = _number(text)
+            return None if length < 0 else [self.receive() for _ in range(length)]
         raise RespProtocolError(f"an answer begins with {kind!r}")
 
     def begin_array(self) -> int | RespError:
