@@ -1,6 +1,6 @@
 """A small policy-gradient loop against a running server: roll out, reward, learn, push, repeat.
 
-    python -m sglang.launch_server --model-path <model> --port 30000 &
+    sglang serve --model-path <model> --port 30000 &
     python examples/rl_loop.py --model <model> --url http://127.0.0.1:30000 --steps 30
 
 Every step samples a group of answers for each prompt over HTTP, scores them by a rule, takes one
