@@ -103,7 +103,8 @@ def make(server: RespServer, pool: HostKVCache | None = None, **options: Any) ->
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
 def test_full(own_server: Callable[..., RespServer], policy: str) -> None:
-    server = own_server("--maxmemory", "8mb", "--maxmemory-policy", policy)
+    # Twice a write of 32 pages, which lies in the server's buffer while it is stored, and more.
+    server = own_server("--maxmemory", "12mb", "--maxmemory-policy", policy)
     pool = make_host_pool(64, layer_num=16, head_dim=256)  # 128 KiB a page
     store = make(server, pool)
     verdicts = [put(store, pool, range(first, first + 32)) for first in range(0, 320, 32)]
