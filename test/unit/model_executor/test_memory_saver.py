@@ -66,6 +66,39 @@ def test_weights_move_into_regions_in_place_and_come_back_as_agreed() -> None:
     assert saver.keeps_weights_of(draft) and not saver.keeps_weights_of(target)
 
 
+def test_a_release_without_room_for_its_copies_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saver = MemorySaver(enabled=True)
+    target, draft = make_models()
+    saver.adopt_weights(target, keeps_content=True)
+    saver.adopt_weights(draft, keeps_content=True)
+    before = {name: p.detach().clone() for name, p in target.named_parameters()}
+    copies = []
+    to_host = torch.Tensor.to
+
+    def no_room(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        copies.append(self)
+        if len(copies) > 1:
+            raise RuntimeError("no memory")
+        return to_host(self, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch.Tensor, "to", no_room)
+    for action in (saver.release, saver.make_copies):
+        copies.clear()
+        with pytest.raises(MemoryOccupationError, match="no host memory for a copy: no memory"):
+            action(["weights"])
+        assert saver.may_step and len(copies) == 2
+        assert all(held.backup is None for held in saver._held["weights"])
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, before[name])
+    monkeypatch.undo()
+    saver.make_copies(["weights"])
+    assert saver.release(["weights"]) == {"weights"} == saver.resume(["weights"])
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
 def test_kv_buffers_are_zeros_of_the_wanted_form() -> None:
     saver = MemorySaver(enabled=True)
     allocate = saver.kv_allocator()

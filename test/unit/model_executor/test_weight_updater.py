@@ -96,6 +96,7 @@ def updater(runner: Runner, tmp_path: Path) -> WeightUpdater:
         custom_weight_loaders=[
             f"{__name__}.halve",
             f"{__name__}.rebind",
+            f"{__name__}.insist",
             "sglang.srt.model_executor.model_runner._model_load_weights_direct",
         ],
         timeouts=UpdateTimeouts(join_s=2, receive_s=2),
@@ -173,6 +174,36 @@ def halve(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
 
 def rebind(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
     model.get_parameter(GATE_UP).data = dict(named)[GATE_UP]
+
+
+def insist(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
+    assert not named, "no such tensor"
+
+
+def test_whatever_a_loader_raises_is_an_answer(updater: WeightUpdater) -> None:
+    result = updater.update_from_tensor(pack([("a", torch.zeros(1))]), f"{__name__}.insist")
+    assert not result.success and "no such tensor" in result.message
+
+
+def test_a_name_that_is_no_text_is_told_as_far_as_it_can_be(
+    runner: Runner, updater: WeightUpdater
+) -> None:
+    result = updater.update_from_tensor(pack([("lone \ud800", torch.zeros(1))]))
+    result.message.encode()
+    assert_refused(result, runner, "lone ?")
+
+
+def test_checks_that_find_no_memory_are_answers(
+    runner: Runner, updater: WeightUpdater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    for name, action in (("snapshot", "snapshot"), ("reset_tensors", "reset_tensors")):
+        monkeypatch.setattr(updater._checker, name, no_memory)
+        result = updater.check_weights(action)
+        assert not result.success and "no memory" in result.message
+    assert updater.weights_mixed, "some may have been reset"
 
 
 def test_custom_loaders(runner: Runner, updater: WeightUpdater) -> None:
@@ -279,11 +310,15 @@ def test_unfit_files_are_refused(runner: Runner, updater: WeightUpdater, tmp_pat
     assert updater.model_path == str(tmp_path / "old")
 
 
-def _breaks_after(count: int, only: str) -> Callable[[Any], Iterator[tuple[str, torch.Tensor]]]:
+def _breaks_after(
+    count: int, only: str
+) -> Callable[[Any, Callable[[str], bool]], Iterator[tuple[str, torch.Tensor]]]:
     intact = SafetensorsCheckpoint.tensors
 
-    def tensors(self: SafetensorsCheckpoint) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(intact(self)):
+    def tensors(
+        self: SafetensorsCheckpoint, is_wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, pair in enumerate(intact(self, is_wanted)):
             if only in str(self.path) and index == count:
                 raise CheckpointError("damaged half-way")
             yield pair

@@ -126,7 +126,8 @@ def apply_weight_update(
     host.tree_cache.prepare_weights_update()
     start = time.perf_counter()
     result = load()
-    host.reports.on_weight_update(_SOURCES[type(recv)], time.perf_counter() - start)
+    if result.success:
+        host.reports.on_weight_update(_SOURCES[type(recv)], time.perf_counter() - start)
     is_changed = updater.kv_fingerprint() != before
     if recv.flush_cache and (result.success or is_changed):
         # Received tensors leave gigabytes behind: the next update uses them again, unless asked.
@@ -291,7 +292,13 @@ class SchedulerUpdateWeightsMixin:
         """Checksums, snapshot, reset and compare."""
         refusal = self.memory_saver.why_no_weights()
         if refusal is not None:
-            return CheckWeightsReqOutput(success=False, message=refusal)
+            updater = self.weight_updater
+            return CheckWeightsReqOutput(
+                success=False,
+                message=refusal,
+                weights_mixed=updater.weights_mixed,
+                mixed_tensors=updater.describe_mixed(),
+            )
         if recv.action == "reset_tensors":
             self.tree_cache.prepare_weights_update()
         result = self.weight_updater.check_weights(
@@ -335,6 +342,11 @@ def _release(host: WeightUpdateHost, tags: list[str] | None) -> str | None:
         return error
     if GPU_MEMORY_TYPE_KV_CACHE in (tags or GPU_MEMORY_ALL_TYPES) and not host.flush_cache():
         raise RuntimeError("the scheduler was idle before the release and is not any more")
+    # All ranks release or none: what may fail comes first.
+    error = host.weight_updater.agree(lambda: host.memory_saver.make_copies(tags))
+    if error is not None:
+        host.memory_saver.drop_copies()
+        return error
     return host.weight_updater.agree(lambda: host.memory_saver.release(tags))
 
 

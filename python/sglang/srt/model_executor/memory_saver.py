@@ -128,20 +128,39 @@ class MemorySaver:
         """The tags that `release` would release. Raises as it does."""
         return self._check(tags, "already released", lambda tag: tag in self.released)
 
+    def make_copies(self, tags: Iterable[str] | None) -> None:
+        """Copy to the host what `release` of these tags is to keep; it cannot fail for that then.
+
+        Raises MemoryOccupationError, with nothing changed, as `release` does.
+        """
+        chosen = [held for tag in self.check_release(tags) for held in self._held[tag]]
+        current_platform().synchronize()
+        try:
+            for held in chosen:
+                if held.keeps_content and held.backup is None:
+                    held.backup = held.region.buffer.to("cpu", copy=True)
+        except (RuntimeError, MemoryError) as error:
+            self.drop_copies()
+            raise MemoryOccupationError(f"There is no host memory for a copy: {error}") from error
+
+    def drop_copies(self) -> None:
+        """Forget copies of what was not released after all."""
+        for tag, helds in self._held.items():
+            if tag not in self.released:
+                for held in helds:
+                    held.backup = None
+
     def release(self, tags: Iterable[str] | None) -> set[str]:
         """Give memory back; the tags whose memory is gone now.
 
-        Raises MemoryOccupationError, with nothing changed, for unknown tags and those that are
-        released already.
+        Raises MemoryOccupationError, with nothing changed, for unknown tags, those that are
+        released already, and where the host has no room for the copies.
         """
         wanted = self.check_release(tags)
-        current_platform().synchronize()
-        for tag in wanted:
-            for held in self._held[tag]:
-                if held.keeps_content:
-                    held.backup = held.region.buffer.to("cpu", copy=True)
-                held.region.release()
-            self.released.add(tag)
+        self.make_copies(wanted)
+        for held in (held for tag in wanted for held in self._held[tag]):
+            held.region.release()
+        self.released.update(wanted)
         if not self.enabled:
             logger.warning("No memory is released: that needs --enable-memory-saver at the start")
         logger.info("Released the memory of %s", ", ".join(wanted) or "nothing")

@@ -80,7 +80,7 @@ class WeightChecker:
             if tensor.data_ptr() in kept:
                 continue
             if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, device=tensor.device))
+                tensor.normal_()
             else:
                 tensor.zero_()
 

@@ -74,13 +74,14 @@ def _serve(
             if isinstance(payload, tuple):
                 buffer = _open_buffer(payload, device)
             elif payload is None:
+                buffer = None  # on this answer the other side frees the memory
                 socket.send(b"")
                 return
             elif buffer is None:
                 raise ValueError("tensors were announced before the buffer that holds them")
             else:
                 load([_read(buffer, entry) for entry in payload])
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # the other side waits for an answer
             socket.send_string(f"{type(error).__name__}: {error}")
             raise
         socket.send(b"")

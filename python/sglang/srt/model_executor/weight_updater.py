@@ -61,20 +61,7 @@ from sglang.srt.weight_sync.tensor_bucket import (
 
 logger = logging.getLogger(__name__)
 
-# What damaged data, unfit tensors, lost files and lost trainers raise. Never a reason to stop.
-_FAULTS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    RuntimeError,
-    OSError,
-    ImportError,
-    MemoryError,
-)
-
-# Of these, what says all in its message.
+# Of what an attempt may raise, what says all in its message.
 _REFUSALS = (ValueError, UnsafePickleError, OSError)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -459,8 +446,8 @@ class WeightUpdater:
                 "Success", checksum=self._checker.of_all_ranks(map(_prefix, chosen), self._tp)
             )
         if action == "snapshot":
-            self._checker.snapshot(map(_prefix, chosen))
-            return self._success("Success")
+            error = self._attempt(lambda: self._checker.snapshot(map(_prefix, chosen)))
+            return self._success("Success") if error is None else self._failure(error)
         if action == "reset_tensors":
             return self._reset_tensors(chosen)
         if action != "compare":
@@ -476,11 +463,12 @@ class WeightUpdater:
         return self._success("Success") if error is None else self._failure(error)
 
     def _reset_tensors(self, chosen: Sequence[_Role]) -> WeightUpdateResult:
-        self._checker.reset_tensors(map(_prefix, chosen))
+        error = self._attempt(lambda: self._checker.reset_tensors(map(_prefix, chosen)))
         for role in chosen:
             role.outdated = set(role.runner.model.weight_table())
         self._files_are_current = False
-        return self._success("Success", self._refresh(None))
+        changed = self._refresh(None)
+        return self._success("Success", changed) if error is None else self._failure(error, changed)
 
     # -- one update -------------------------------------------------------------------------------
 
@@ -674,9 +662,7 @@ class WeightUpdater:
     def _load_files(
         self, role: _Role, names: CheckpointNames, checkpoint: Checkpoint, wanted: frozenset[str]
     ) -> set[int]:
-        written = names.write(
-            (name, tensor) for name, tensor in checkpoint.tensors() if name in wanted
-        )
+        written = names.write(checkpoint.tensors(wanted.__contains__))
         role.outdated -= written
         return {_storage(names.target_of(name)) for name in written}
 
@@ -711,8 +697,9 @@ class WeightUpdater:
         error: str | None = None
         try:
             action()
-        except _FAULTS as fault:
-            error = str(fault) or type(fault).__name__
+        except Exception as fault:  # noqa: BLE001 - damaged data, lost trainers, users' loaders
+            text = str(fault) or type(fault).__name__
+            error = text.encode("utf-8", "replace").decode()  # names in pickles may be anything
             logger.warning("Weight update: %s", error, exc_info=not isinstance(fault, _REFUSALS))
         group, size = self._tp.cpu_group, self._tp.size
         if group is None:
