@@ -23,6 +23,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.model_executor import model_runner as documented
 from sglang.srt.model_executor import weight_updater as module
+from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts
 from sglang.srt.model_executor.weight_updater import WeightUpdater, WeightUpdateResult
 from sglang.srt.model_loader.loader import load_model
@@ -358,6 +359,21 @@ def test_mixed_until_a_complete_update(
     whole = updater.update_from_tensor(pack(named[-1:]))
     assert not whole.weights_mixed and whole.mixed_tensors == ""
     assert_holds(runner, weights(2))
+
+
+def test_parameters_of_one_region_are_outdated_one_by_one(tmp_path: Path) -> None:
+    """Under the memory saver many parameters share a storage."""
+    runner = make_runner(tmp_path / "old")
+    MemorySaver(enabled=True).adopt_weights(runner.model, keeps_content=False)
+    updater = WeightUpdater(runner, model_path=str(tmp_path / "old"))
+    updater.weights_lost(lambda model: False)
+    everything = set(runner.model.weight_table())
+    fused = runner.model.get_parameter(GATE_UP).detach().clone()
+    result = updater.update_from_tensor(pack([(GATE_UP, fused)]), "direct")
+    assert result.success and result.weights_mixed
+    (role,) = updater._roles
+    gone = everything - role.outdated
+    assert len(gone) == 2 and all("gate_proj" in name or "up_proj" in name for name in gone)
 
 
 # -- sessions -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Called on the scheduler thread; methods marked collective are called on all rank
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import json
@@ -541,9 +542,10 @@ class WeightUpdater:
         written = names.write(named)
         storages = {_storage(names.target_of(name)) for name in written}
         if isinstance(names, ParameterNames):
-            # A parameter holds several tensors of the checkpoint.
+            # A parameter holds several tensors of the checkpoint, and a storage several parameters.
+            spans = sorted((t.data_ptr(), t.nbytes) for t in map(names.target_of, written))
             table = role.runner.model.weight_table()
-            written = {name for name, slot in table.items() if _storage(slot.target) in storages}
+            written = {name for name, slot in table.items() if _begins_in(slot.target, spans)}
         role.outdated -= written
         if self._session is not None:
             self._written_in_session.setdefault(role.name, set()).update(written)
@@ -772,6 +774,13 @@ class WeightUpdater:
 
 def _sentence(text: str) -> str:
     return f"{text.rstrip('.')}."
+
+
+def _begins_in(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a tensor begins in one of these (address, bytes), rising."""
+    place = tensor.data_ptr()
+    index = bisect.bisect_right(spans, place, key=lambda span: span[0]) - 1
+    return index >= 0 and place < sum(spans[index])
 
 
 def _storage(tensor: torch.Tensor) -> int:
