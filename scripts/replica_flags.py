@@ -34,9 +34,16 @@ _OF_SERVE_SH = ("--no-speculation", "--no-hicache", "--no-storage")
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
+    logging.disable()
+    try:
+        return _run(words)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _run(words: Sequence[str]) -> int:
     num_replicas, small_model = int(words[0]), words[1]
     given = [word for word in words[2:] if word not in _OF_SERVE_SH]
-    logging.disable()
     try:
         args = prepare_server_args(given, defaults=["--model-path", small_model or "/none"])
     except ValueError as error:
