@@ -76,14 +76,7 @@ def size_flags(args: ServerArgs, num_replicas: int, free_bytes: int) -> list[str
     is_said = args.max_total_tokens is not None or args.mem_fraction_static is not None
     if args.device != "cpu" or num_replicas == 1 or is_said:
         return []
-    model = ModelConfig.from_path(
-        args.model_path,
-        dtype=args.dtype,
-        context_length=args.context_length,
-        override_args=args.json_model_override_args,
-        trust_remote_code=args.trust_remote_code,
-        device=args.device,
-    )
+    model = ModelConfig.from_path(args.model_path, **args.model_options())
     kv_dtype = resolve_kv_dtype(args.kv_cache_dtype, model.dtype)
     window_ratio = None if args.disable_hybrid_swa_memory else args.swa_full_tokens_ratio
     token_bytes = kv_bytes_per_token(model, args.tp_size, kv_dtype, window_ratio) * args.tp_size

@@ -46,6 +46,16 @@ class ServerArgs(ServerArgsFields):
         normalize(self)
         validate(self)
 
+    def model_options(self) -> dict[str, Any]:
+        """What `ModelConfig.from_path` is to be told beside the path."""
+        return {
+            "dtype": self.dtype,
+            "context_length": self.context_length,
+            "override_args": self.json_model_override_args,
+            "trust_remote_code": self.trust_remote_code,
+            "device": self.device,
+        }
+
     def url(self) -> str:
         """Base URL of the HTTP server."""
         scheme = "https" if self.ssl_certfile else "http"

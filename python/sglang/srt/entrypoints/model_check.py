@@ -60,14 +60,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _check_config(args: ServerArgs) -> None:
-    config = ModelConfig.from_path(
-        args.model_path,
-        dtype=args.dtype,
-        context_length=args.context_length,
-        override_args=args.json_model_override_args,
-        trust_remote_code=args.trust_remote_code,
-        device=args.device,
-    )
+    config = ModelConfig.from_path(args.model_path, **args.model_options())
     check_architecture(config.architectures)
     _warn_of_other_families(args, config)
     _check_own_draft(args, config)

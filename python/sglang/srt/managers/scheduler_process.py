@@ -113,14 +113,7 @@ def make_scheduler(
     init_method = f"tcp://{port_args.dist_init_addrs[dp_rank]}" if tp_size > 1 else ""
     init_distributed(tp_size, tp_rank, init_method, backend=platform.collective_backend)
 
-    model_config = ModelConfig.from_path(
-        server_args.model_path,
-        dtype=server_args.dtype,
-        context_length=server_args.context_length,
-        override_args=server_args.json_model_override_args,
-        trust_remote_code=server_args.trust_remote_code,
-        device=platform.name,
-    )
+    model_config = ModelConfig.from_path(server_args.model_path, **server_args.model_options())
     spec = spec_settings(server_args)
     plan = plan_draft(spec, model_config, kv_dtype(server_args, model_config)) if spec else None
     config = _runner_config(server_args, model_config, spec, plan)
