@@ -81,10 +81,10 @@ def test_leaving_a_stream_early_aborts_the_request(engine: Engine) -> None:
     next(stream)  # type: ignore[arg-type]
     stream.close()  # type: ignore[union-attr]
     deadline = time.monotonic() + 10
-    while not engine.flush_cache().success:
+    # A flush may be answered before the last output, which passes through the detokenizer.
+    while not engine.flush_cache().success or engine.tokenizer_manager.rid_to_state:
         assert time.monotonic() < deadline, "the request still runs"
         time.sleep(0.05)
-    assert engine.tokenizer_manager.rid_to_state == {}
 
 
 def test_calls_inside_a_running_loop(engine: Engine, reference: list[int]) -> None:
