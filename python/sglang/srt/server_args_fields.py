@@ -177,6 +177,11 @@ class ServerArgsFields:
     tokenizer_metrics_allowed_custom_labels: list[str] | None = arg(
         None, "Custom labels that are taken over from that header.", nargs="+"
     )
+    kv_events_config: str | None = arg(
+        None,
+        'JSON object: publish over ZeroMQ what the KV cache holds, e.g. {"endpoint": '
+        '"tcp://*:5557", "topic": "kv-events"}; {} takes the defaults.',
+    )
     watchdog_timeout: float = arg(
         300.0, "End the server when a scheduler loop stands still this many seconds; 0: never."
     )

@@ -20,6 +20,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from sglang.srt.configs.draft_config import default_mtp_steps
+from sglang.srt.configs.kv_events_config import KVEventsConfig
 from sglang.srt.environ import envs
 from sglang.srt.observability.metrics import parse_token_buckets
 from sglang.srt.server_args_fields import (
@@ -670,6 +671,17 @@ def _check_hicache(args: ServerArgsFields) -> None:
     )
 
 
+def _check_kv_events(args: ServerArgsFields) -> None:
+    if args.kv_events_config is None:
+        return
+    config = KVEventsConfig.from_cli(args.kv_events_config)
+    config.check(host=args.host, port=args.port, dp_size=args.dp_size)
+    _require(
+        not (config.is_enabled and args.disable_radix_cache),
+        "--kv-events-config and --disable-radix-cache exclude each other.",
+    )
+
+
 def _check_multi_layer_draft(args: ServerArgsFields) -> None:
     if not args.enable_multi_layer_eagle:
         return
@@ -767,5 +779,6 @@ _CHECKS: tuple[Callable[[ServerArgsFields], None], ...] = (
     _check_scheduling,
     _check_parallel,
     _check_hicache,
+    _check_kv_events,
     _check_speculation,
 )

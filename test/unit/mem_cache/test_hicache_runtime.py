@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.events import AllBlocksCleared, BlockRemoved, BlockSto
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.tree_components.base import InvariantError, TreeNode
 from sglang.test.fakes.controller_rig import MemoryStore
+from sglang.test.fakes.event_oracle import EventOracle
 from sglang.test.fakes.fault_store import FaultStore
 from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq
 from sglang.test.fakes.tier_cases import (
@@ -388,12 +389,34 @@ def test_events_name_pages_by_their_chain() -> None:
     assert [event.token_ids for event in stored] == [
         list(range(start, start + PAGE)) for start in (0, 4, 8)
     ]
-    assert {event.lora_id for event in stored} == {"lora"}
+    assert {event.cache_salt for event in stored} == {"lora"}
     assert all(-(2**63) <= event.block_hashes[0] < 2**63 for event in stored)
     engine.settle()
     engine.evict_all()
     removed = [event for event in engine.tree.take_events() if isinstance(event, BlockRemoved)]
     assert [event.block_hashes for event in removed] == [event.block_hashes for event in stored]
+
+
+def test_events_tell_of_the_present_weights_only() -> None:
+    engine = engine_of(enable_kv_cache_events=True)
+    oracle = EventOracle(engine.tree)
+    engine.run(prompt(3))
+    engine.settle()
+    oracle.follow()
+    held = {medium: set(blocks) for medium, blocks in oracle.held.items()}
+    assert all(len(blocks) == 3 for blocks in held.values())
+    engine.tree.finish_weights_update("w1")
+    oracle.follow()
+    assert not any(oracle.held.values())
+    engine.run(prompt(2, extra=1))
+    engine.settle()
+    oracle.follow()
+    # Back to the first weights: what is left of their KV can be found again.
+    engine.tree.finish_weights_update("w0")
+    oracle.follow()
+    assert oracle.held == held
+    engine.tree.finish_weights_update("w0")
+    assert engine.tree.take_events() == []
 
 
 def test_no_events_unless_asked_for() -> None:

@@ -7,8 +7,10 @@ import shlex
 import sys
 from typing import Any
 
+from sglang.srt.configs.kv_events_config import KVEventsConfig
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.common import parse_json_object
+from sglang.srt.utils.network import NetworkAddress
 from sglang.version import __version__
 
 # Fields that hold secrets: shown as set or not set, never in clear.
@@ -54,11 +56,49 @@ async def get_server_info(manager: TokenizerManager) -> dict[str, Any]:
         "max_req_input_len": info.max_req_input_len,
         "startup_time": info.load_time_s,
         "launch_command": _launch_command(),
-        "kv_events": None,
+        "kv_events": _kv_events(manager),
         "version": __version__,
         "frontend": "python",
         "internal_states": [_hide(state) for state in states],
     }
+
+
+def _kv_events(manager: TokenizerManager) -> dict[str, Any] | None:
+    """What a subscriber must know; None where nothing is published.
+
+    Host and port are null for socket files. A replica's port is the base plus its rank, but for
+    port 0; `publishers` has each address as it is.
+    """
+    infos = manager.scheduler_infos
+    first, text = infos[0].kv_events, manager.server_args.kv_events_config
+    if first is None or text is None:
+        return None
+    config = KVEventsConfig.from_cli(text)
+    host, port = _host_and_port(first.endpoint)
+    replay_host, replay_port = _host_and_port(first.replay_endpoint)
+    return {
+        "publisher": config.publisher,
+        "endpoint_host": host,
+        "endpoint_port_base": port,
+        "topic": config.topic,
+        "block_size": infos[0].page_size,
+        "dp_size": manager.server_args.dp_size,
+        "replay_endpoint_host": replay_host,
+        "replay_endpoint_port_base": replay_port,
+        "replay_buffer_steps": config.buffer_steps if first.replay_endpoint else None,
+        "publishers": [
+            {"dp_rank": dp_rank, **dataclasses.asdict(info.kv_events)}
+            for dp_rank, info in enumerate(infos)
+            if info.kv_events is not None
+        ],
+    }
+
+
+def _host_and_port(endpoint: str | None) -> tuple[str | None, int | None]:
+    if endpoint is None or not endpoint.startswith("tcp://"):
+        return None, None
+    address = NetworkAddress.parse(endpoint)
+    return address.host, address.port
 
 
 def _public_args(manager: TokenizerManager) -> dict[str, Any]:

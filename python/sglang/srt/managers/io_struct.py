@@ -550,6 +550,18 @@ class ShutdownReq:
 
 
 @dataclass(slots=True, kw_only=True)
+class KVEventEndpoints:
+    """Where a replica publishes its KV events: ZeroMQ addresses as bound or connected to.
+
+    ``is_bound``: subscribers connect to ``endpoint``; else the server connected to a collector.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None
+    is_bound: bool
+
+
+@dataclass(slots=True, kw_only=True)
 class SchedulerReady:
     """Scheduler -> parent over the start-up pipe: the facts `/server_info` and the front need."""
 
@@ -563,3 +575,4 @@ class SchedulerReady:
     memory_usage: dict[str, float]  # GB: weight, kv_cache, graph; token_capacity in tokens
     resolved_args: dict[str, Any]  # ServerArgs fields that the scheduler resolved
     load_time_s: float = 0.0
+    kv_events: KVEventEndpoints | None = None  # None: nothing is published

@@ -50,9 +50,8 @@ from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
 from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.srt.managers.waiting_queue import QueueLimits, WaitingQueue
-from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import MIXED_WEIGHTS
-from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.platforms import current_platform
@@ -87,11 +86,10 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.hicache_control = parts.hicache_control
         self._send_to_front = parts.send_to_front
         self.beat = parts.beat
+        self.kv_events = parts.kv_events
         self.memory_saver = parts.memory_saver
         self._weight_updater = parts.weight_updater
 
-        self.req_to_token_pool: ReqToTokenPool
-        self.token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self.worker.get_memory_pool()
 
         self.waiting_queue = self._make_waiting_queue(parts.policy)
@@ -234,6 +232,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             self.reports.on_rest(self._counts())
         self.streamer.flush()
         self.deferred_flush.poll(self._now)
+        if self.kv_events is not None:
+            self.kv_events.publish(self.tree_cache.take_events())
         if batch is None and not self._idle_checked and self._is_no_request():
             # A copy in flight holds locks; its end brings us here again.
             if not self.tree_cache.has_pending_copies():

@@ -13,6 +13,7 @@ from sglang.srt.managers.grammar_manager import GrammarManager
 from sglang.srt.managers.hicache_control import HiCacheControl
 from sglang.srt.managers.invariant_checker import InvariantChecker
 from sglang.srt.managers.io_struct import ControlReqOutput
+from sglang.srt.managers.kv_event_publisher import KVEventPublisher
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import RequestReceiver
 from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
@@ -66,4 +67,5 @@ class SchedulerParts:
     beat: Callable[[], None]  # liveness counter
     # None where a worker without weights stands in; then there are no weight messages either.
     weight_updater: WeightUpdater | None = None
+    kv_events: KVEventPublisher | None = None  # None: nobody follows what the cache holds
     memory_saver: MemorySaver = field(default_factory=MemorySaver)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from sglang.srt.configs.kv_events_config import KVEventsConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.served_tokenizer import load_tokenizer, load_tokenizer_json
 from sglang.srt.constrained.base_grammar_backend import (
@@ -32,6 +33,7 @@ from sglang.srt.managers.io_struct import (
     SchedulerReady,
 )
 from sglang.srt.managers.ipc import PullChannel, PushChannel
+from sglang.srt.managers.kv_event_publisher import KVEventPublisher
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import RequestReceiver
 from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
@@ -96,6 +98,8 @@ def run_scheduler_process(
     pipe_writer.close()
     scheduler.run()
     scheduler.tree_cache.shutdown()
+    if scheduler.kv_events is not None:
+        scheduler.kv_events.close()
     logger.info("Scheduler stopped")
 
 
@@ -107,6 +111,7 @@ def make_scheduler(
     Also makes this process's platform and tensor-parallel group.
     """
     _check_storage(server_args)
+    kv_events = _open_kv_events(server_args, tp_rank, dp_rank)
     platform = init_platform(server_args.device, _device_index(server_args, tp_rank, dp_rank))
     platform.configure_process(server_args.num_threads)
     tp_size = server_args.tp_size
@@ -128,7 +133,9 @@ def make_scheduler(
         ready=_ready_message(model_config, runner, draft_worker),
         tp_rank=tp_rank,
         dp_rank=dp_rank,
+        kv_events=kv_events,
     )
+    setup.ready.kv_events = kv_events.endpoints if kv_events is not None else None
     return build_scheduler(setup), setup.ready
 
 
@@ -141,6 +148,15 @@ def _check_storage(server_args: ServerArgs) -> None:
         check_storage_options(backend, server_args.hicache_storage_backend_extra_config)
     except ValueError as error:
         raise ValueError(f"--hicache-storage-backend {backend}: {error}") from error
+
+
+def _open_kv_events(server_args: ServerArgs, tp_rank: int, dp_rank: int) -> KVEventPublisher | None:
+    """The publisher of a replica's events, on its first rank. Raises ValueError."""
+    text = server_args.kv_events_config
+    config = KVEventsConfig.from_cli(text) if text is not None and tp_rank == 0 else None
+    if config is None or not config.is_enabled:
+        return None
+    return KVEventPublisher(config, host=server_args.host, dp_rank=dp_rank)
 
 
 def _device_index(server_args: ServerArgs, tp_rank: int, dp_rank: int) -> int:
@@ -235,6 +251,7 @@ class RankSetup:
     ready: SchedulerReady
     tp_rank: int
     dp_rank: int
+    kv_events: KVEventPublisher | None = None
 
     @property
     def worker(self) -> BatchWorker:
@@ -289,6 +306,7 @@ def build_scheduler(setup: RankSetup) -> Scheduler:
         send_to_front=channels.send_control,
         beat=_make_liveness(setup).increment,
         weight_updater=weight_updater,
+        kv_events=setup.kv_events,
         memory_saver=setup.target_worker.model_runner.config.memory_saver or MemorySaver(),
     )
     return Scheduler(_scheduler_config(setup), parts)
@@ -340,6 +358,7 @@ def _make_tree_cache(
             lookahead=key_lookahead(server_args),
             weights_fingerprint=weights_fingerprint,
             hicache=hicache,
+            enable_kv_cache_events=setup.kv_events is not None,
             state_allocator=states.allocator if states is not None else None,
             capture_state=states.capture if states is not None else None,
             state_snapshots=states,

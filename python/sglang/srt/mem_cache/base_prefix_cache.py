@@ -28,6 +28,7 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.backend_opening import BackendOpening
+from sglang.srt.mem_cache.events import KVEvent
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -398,7 +399,7 @@ class BasePrefixCache(ABC):
         """
         self.weights_fingerprint = fingerprint
 
-    def take_events(self) -> list[Any]:
+    def take_events(self) -> list[KVEvent]:
         """Return and forget the KV events since the last call."""
         return []
 

@@ -16,7 +16,6 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.events import EventRecorder, StorageMedium
+from sglang.srt.mem_cache.events import EventRecorder, KVEvent, StorageMedium
 from sglang.srt.mem_cache.evict_policy import EvictKey, get_evict_key_fn
 from sglang.srt.mem_cache.page_key import (
     CacheIdentity,
@@ -482,9 +481,22 @@ class ComponentTree(BasePrefixCache):
             prior = current.hash_value[-1]
         return node.hash_value or []
 
-    def take_events(self) -> list[Any]:
+    def take_events(self) -> list[KVEvent]:
         """See the base class."""
         return [] if self._events is None else self._events.take()
+
+    def set_weights_fingerprint(self, fingerprint: str | None) -> None:
+        """See the base class. Events tell of the present weights' nodes only."""
+        is_other = fingerprint != self.weights_fingerprint
+        super().set_weights_fingerprint(fingerprint)
+        if self._events is None or not is_other:
+            return
+        self._events.cleared()
+        for node in self.iter_nodes():
+            if not node.evicted:
+                self._report(node, StorageMedium.GPU, is_stored=True)
+            if node.backuped and node.write_through_pending_id is None:
+                self._report(node, StorageMedium.CPU, is_stored=True)
 
     def _hash_seed(self, key: RadixKey) -> bytes:
         """Return the seed of the page-hash chain of a key's namespace."""
@@ -494,6 +506,10 @@ class ComponentTree(BasePrefixCache):
             identity = identity.with_weights(target_fingerprint(fingerprint))
         return identity.with_namespace(extra_key).digest()
 
+    def _is_current(self, node: TreeNode) -> bool:
+        """Whether a node's KV is of the present weights."""
+        return node.key.weights_fingerprint == self.weights_fingerprint
+
     def _hash_identity(self) -> CacheIdentity:
         """Return what cached bytes depend on; without further tiers hashes only name tokens."""
         return CacheIdentity(
@@ -501,8 +517,11 @@ class ComponentTree(BasePrefixCache):
         )
 
     def _report(self, node: TreeNode, medium: StorageMedium, *, is_stored: bool) -> None:
-        """Record that a node's pages came to or left a medium, where anybody listens."""
-        if self._events is None:
+        """Record that a node's pages came to or left a medium, where anybody listens.
+
+        Those of other weights left when the weights did: no request can match them.
+        """
+        if self._events is None or not self._is_current(node):
             return
         self.page_hashes(node)
         if is_stored:

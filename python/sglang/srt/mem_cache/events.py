@@ -2,13 +2,15 @@
 
 Owns the event types and the recorder. Does not own transport. A block is one page; its hash is the
 first 64 bits of the page's hash, as a signed integer, so equal on every tier and in every process.
+Field names and their encoding, a map tagged with its type, are those that SGLang and vLLM publish.
 Scheduler thread only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from sglang.srt.mem_cache.page_key import PageHash
 from sglang.srt.mem_cache.tree_components.base import TreeNode
@@ -21,32 +23,43 @@ class StorageMedium(StrEnum):
     CPU = "CPU_PINNED"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStored:
-    """One page arrived. ``parent_block_hash``: the page before it, None for a first page."""
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """One page arrived. ``parent_block_hash``: the page before it, None for a first page.
+
+    ``cache_salt``: the namespace of its request (its ``extra_key``, or that and its salt), absent
+    for the common one. ``lora_id``, ``lora_name``: always None, consumers want them present.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
-    lora_id: str | None
     medium: StorageMedium
+    lora_id: int | None
+    lora_name: str | None
+    cache_salt: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One page is gone from a medium."""
 
     block_hashes: list[int]
     medium: StorageMedium
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllBlocksCleared:
-    """Nothing is held any more, on no medium of this process."""
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Nothing that a request could use is held any more, on no medium of this process."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """What one message says: when (Unix time, s), what, and of which data-parallel replica."""
+
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
 
 
 def block_hash(page_hash: PageHash) -> int:
@@ -71,6 +84,7 @@ class EventRecorder:
         parent = node.parent
         before = parent.hash_value[-1] if parent is not None and parent.hash_value else None
         previous = None if before is None else block_hash(before)
+        tokens = node.key.token_ids.tolist()
         for index, page_hash in enumerate(_hashes_of(node)):
             start = index * self._page_size
             current = block_hash(page_hash)
@@ -78,10 +92,13 @@ class EventRecorder:
                 BlockStored(
                     block_hashes=[current],
                     parent_block_hash=previous,
-                    token_ids=list(node.key[start : start + self._page_size].token_ids),
+                    # Without those after the page's own that its KV may depend on.
+                    token_ids=tokens[start : start + self._page_size],
                     block_size=self._page_size,
-                    lora_id=node.key.extra_key,
                     medium=medium,
+                    lora_id=None,
+                    lora_name=None,
+                    cache_salt=node.key.extra_key,
                 )
             )
             previous = current
@@ -92,8 +109,8 @@ class EventRecorder:
             self._events.append(BlockRemoved(block_hashes=[block_hash(page_hash)], medium=medium))
 
     def cleared(self) -> None:
-        """Record that everything is gone."""
-        self._events.append(AllBlocksCleared())
+        """Record that everything is gone, and forget what was recorded before: it is of no use."""
+        self._events = [AllBlocksCleared()]
 
 
 def _hashes_of(node: TreeNode) -> list[PageHash]:

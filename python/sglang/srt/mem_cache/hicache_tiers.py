@@ -504,10 +504,6 @@ class HiCacheTiers(ComponentTree):
             and all(data.host_lock_ref == 0 for data in node.data)
         )
 
-    def _is_current(self, node: TreeNode) -> bool:
-        """Whether a node's KV is of the present weights."""
-        return node.key.weights_fingerprint == self.weights_fingerprint
-
     def _hash_identity(self) -> CacheIdentity:
         return super()._hash_identity() if self._controller is None else self.hicache.identity
 

@@ -2,9 +2,10 @@
 
 ``HiCacheModel`` takes one or several ranks and lets the same requests, evictions, resets,
 attachments and weight updates happen on all of them, while copies and storage move at each rank's
-own random pace and with its own faults. What it checks: ``check_invariants`` and the content of
-running requests after each step, host pages and the equality of ranks every few steps, and against
-an oracle (the set of prefixes ever computed) that nothing is found which nobody computed.
+own random pace and with its own faults. What it checks: ``check_invariants``, the content of
+running requests and what the tree's events tell after each step, host pages and the equality of
+ranks every few steps, and against an oracle (the set of prefixes ever computed) that nothing is
+found which nobody computed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import StorageError
 from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import ComponentType
+from sglang.test.fakes.event_oracle import EventOracle
 from sglang.test.fakes.fault_store import Fault, FaultStore
 from sglang.test.fakes.hicache_engine import HiCacheEngine, HiReq, TreeFactory
 
@@ -110,6 +112,7 @@ class HiCacheModel:
         self.queries = Reduction(num_ranks)
         self.paces = [random.Random(seed * 100 + rank) for rank in range(num_ranks)]
         self.engines = [self._make_engine(rank, seed) for rank in range(num_ranks)]
+        self.events = EventOracle(self.engines[0].tree)
         self._late_hits: list[list[Any]] = [[] for _ in range(num_ranks)]
         self._pool = ThreadPoolExecutor(num_ranks) if num_ranks > 1 else None
         self.known: set[tuple[Any, ...]] = set()
@@ -144,6 +147,7 @@ class HiCacheModel:
             min_reduce=self.ticks.of_rank(rank) if several else None,
             eviction_policy=config.eviction_policy,
             metrics=self._count if rank == 0 else _ignore,
+            enable_kv_cache_events=rank == 0,
             num_states=config.num_states,
             num_host_states=config.num_host_states,
             window=config.window,
@@ -185,6 +189,7 @@ class HiCacheModel:
         self.end()
 
     def _check(self, deeply: bool) -> None:
+        self.events.follow()
         for engine in self.engines:
             engine.check()
             if deeply:
