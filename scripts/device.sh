@@ -6,13 +6,19 @@
 #   scripts/device.sh parts           the small model's GGUF file in parts of 15 MiB into .parts/
 #   scripts/device.sh run [WHAT ...]  there: install the wheels, join the parts, run
 #
+# Where a command on the GPU machine may not last as long as a run:
+#
+#   scripts/device.sh start [WHAT ...]   the same as run, in the background
+#   scripts/device.sh follow SECONDS     wait for it, so long at most; show its log; copy its results
+#
 # WHAT: tests (CUDA tests of the suite), tokens (the small model against the CPU), one-batch (decode
 # and prefill of the 8B shape against the limits), fp8-cache (the same with an 8-bit KV cache), small
 # (the 1B shape), overhead (what the engine adds to a step), attention (kernels against the limits),
-# gemv (products of a few rows), copy (host copies against the bus), speculative (with drafts against
-# without: 8B shape, then the small model and its draft), weights (updates of the 8B shape, and pauses
-# under load), trainers (RL trainers with tensors on a GPU), mix (a server of the 8B shape under
-# mixed load for $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.
+# gemv (products of a few rows), copy (host copies against the bus), hicache (first token by tier,
+# flush, files, throughput with tiers and without), speculative (with drafts against without: 8B shape,
+# then the small model and its draft), weights (updates of the 8B shape, and pauses under load),
+# trainers (RL trainers with tensors on a GPU), mix (a server of the 8B shape under mixed load for
+# $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.
 # two-gpus: what only a second rank can break (scripts/device_two_gpus.sh). draft trains a draft for
 # the small model (train_small_draft.sh; the run stays in ./draft-run). Results go to $OUT
 # (./device-results). Where a call can carry little, carry a part or two at a time: they add up in
@@ -25,7 +31,9 @@ OUT=${OUT:-$PWD/device-results}
 SITE=${SITE:-/tmp/hispec-site}
 PARTS=${PARTS:-.parts}
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
-ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy speculative weights trainers mix"
+BACKGROUND=/tmp/hispec-background
+ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy hicache speculative \
+weights trainers mix"
 GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
 MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
   pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
@@ -92,6 +100,9 @@ run_one() {
     overhead) "$PYTHON" benchmark/bench_overhead.py --json "$OUT/overhead.json" ;;
     gemv) "$PYTHON" benchmark/bench_gemv.py ;;
     copy) timeout 100 "$PYTHON" benchmark/bench_hicache_copy.py --json "$OUT/copy.json" ;;
+    hicache)
+      "$PYTHON" benchmark/bench_hicache.py --model $shapes/llama-3.1-8b --json "$OUT/hicache.json"
+      ;;
     speculative)
       "$PYTHON" benchmark/bench_speculative.py --shape $shapes/llama-3.1-8b \
         --json "$OUT/speculative_8b.json"
@@ -130,6 +141,27 @@ run_one() {
   esac
 }
 
+# In a session of its own, so that it outlives the command that began it.
+start_run() {
+  rm -rf "$BACKGROUND"
+  mkdir -p "$BACKGROUND"
+  OUT="$BACKGROUND" setsid bash -c '"$@" >"$OUT/run.log" 2>&1; echo $? >"$OUT/code"' \
+    start scripts/device.sh run "$@" </dev/null &
+}
+
+follow_run() { # seconds
+  local end=$((SECONDS + $1))
+  until [[ -f $BACKGROUND/code || $SECONDS -ge $end ]]; do sleep 1; done
+  mkdir -p "$OUT"
+  cp -r "$BACKGROUND/." "$OUT"
+  tail -n 40 "$BACKGROUND/run.log"
+  if [[ ! -f $BACKGROUND/code ]]; then
+    echo "device.sh: still running" >&2
+    return 3
+  fi
+  return "$(<"$BACKGROUND/code")"
+}
+
 case ${1:-} in
   wheels) fetch_wheels ;;
   parts) split_model ;;
@@ -144,8 +176,13 @@ case ${1:-} in
     done
     exit $failed
     ;;
+  start)
+    shift
+    start_run "$@"
+    ;;
+  follow) follow_run "${2:?how many seconds}" ;;
   *)
-    sed -n '2,19p' "$0" | sed 's/^# \{0,1\}//'
+    sed -n '2,25p' "$0" | sed 's/^# \{0,1\}//'
     exit 2
     ;;
 esac
