@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,43 @@ def test_chunked_prefill_equals_one_pass(pair: Pair, page_size: int) -> None:
 def test_greedy_continuations_are_identical(pair: Pair) -> None:
     answers = MiniRunner(pair.ours, page_size=16).greedy(PROMPTS, 64, chunk_size=16)
     assert answers == [pair.reference_greedy(prompt, 64) for prompt in PROMPTS]
+
+
+WINDOW = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1}
+# Family, keys that its file leaves out, keys that its file has.
+SILENT: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
+    ("deepseek_v2", ("topk_method", "norm_topk_prob", "routed_scaling_factor"), {}),
+    ("deepseek_v2", (), {"rope_interleave": False}),
+    ("deepseek_v3", ("topk_method", "scoring_func"), {}),
+    ("deepseek_v3", ("norm_topk_prob",), {}),
+    ("deepseek_v3", ("routed_scaling_factor",), {}),
+    ("deepseek_v3", ("n_group", "topk_group"), {"n_routed_experts": 16}),
+    ("deepseek_v3", (), {"rope_interleave": False}),
+    ("gemma3", ("rms_norm_eps", "query_pre_attn_scalar", "hidden_activation"), {}),
+    ("gemma3", ("sliding_window", "rope_theta", "rope_local_base_freq"), {}),
+    ("llama", ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act"), {}),
+    ("qwen3_moe", ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"), {}),
+    ("qwen3_next", ("norm_topk_prob",), {}),
+    ("qwen3_next", ("partial_rotary_factor",), {}),
+    *[(family, (), WINDOW) for family in ("llama", "qwen3", "qwen3_moe", "qwen3_next")],
+    *[(family, ("max_window_layers",), WINDOW) for family in ("qwen2", "qwen3_moe")],
+    *[(family, ("use_sliding_window",), WINDOW) for family in ("qwen2", "qwen3", "qwen3_moe")],
+]
+
+
+@pytest.mark.parametrize(("family", "absent", "stated"), SILENT)
+def test_what_a_file_does_not_say_is_the_familys(
+    tmp_path: Path, family: str, absent: tuple[str, ...], stated: dict[str, Any]
+) -> None:
+    make_tiny_checkpoint(tmp_path, family, **stated)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({key: config[key] for key in config if key not in absent}))
+    pair = Pair(tmp_path)
+    runner = MiniRunner(pair.ours)
+    logits = runner.extend([runner.new_request()], PROMPTS[:1]).next_token_logits[0]
+    expected = pair.reference_logits(PROMPTS[0])[-1]
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_dynamic_rope_past_the_original_length_equals_reference(tmp_path: Path) -> None:

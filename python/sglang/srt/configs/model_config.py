@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang.srt.configs.config_error import ModelConfigError
 from sglang.srt.configs.experts_config import ExpertsConfig, read_experts
+from sglang.srt.configs.family_defaults import complete_config
 from sglang.srt.configs.gemma3_config import normalize_gemma3, normalize_gemma3_with_vision
 from sglang.srt.configs.layer_kinds import check_layer_types, read_sliding_windows
 from sglang.srt.configs.linear_attention_config import (
@@ -502,8 +503,7 @@ def _need_int(raw: Mapping[str, Any], key: str) -> int:
 def _in_common_keys(raw: dict[str, Any]) -> dict[str, Any]:
     """`raw` as the other families say it. Raises ModelConfigError for models not served here."""
     normalize = _NORMALIZERS.get(str(raw.get("model_type", "")))
-    if normalize is not None:
-        raw = normalize(raw)
+    raw = complete_config(raw) if normalize is None else normalize(raw)
     _check_is_one_model(raw)
     _check_is_unquantized(raw)
     return raw
