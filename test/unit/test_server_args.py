@@ -305,17 +305,12 @@ def _fields_read_by_the_program() -> set[str]:
     return read
 
 
-# What these ask for is what always happens, or is turned into another field.
-_DECIDED_AT_CHECK = {"disable_prefill_cuda_graph"}
-
-
 def test_every_field_is_used_or_refused() -> None:
     read = _fields_read_by_the_program()
     assert {"page_size", "enable_metrics", "nccl_port"} <= read
     refused = {row.field for row in validation.NOT_BUILT}
     fields = {spec.name for spec in dataclasses.fields(ServerArgs)}
-    assert fields - read - refused - _DECIDED_AT_CHECK == set()
-    assert read & _DECIDED_AT_CHECK == set()
+    assert fields - read - refused == set()
 
 
 def test_what_a_cpu_has_no_use_for_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

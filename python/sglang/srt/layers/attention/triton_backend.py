@@ -2,7 +2,8 @@
 
 Decode and verification keep no metadata: every launch takes the batch's device tensors as they
 are, so a captured forward pass needs nothing but new contents of `seq_lens`, `req_pool_indices`,
-`out_cache_loc` and (in a verification) the mask. How many new tokens the requests of a speculative
+`out_cache_loc` and (in a verification) the mask; so does an extend step whose lengths the host does
+not give, with new contents of `extend_seq_lens`. How many new tokens the requests of a speculative
 step have, the same for all, is compiled in. Rows that pad a captured batch may have length 0 or
 point at the dummy slot. Captured launches share this backend's scratch memory: replay them on one
 stream.
@@ -50,6 +51,8 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, device: torch.device) -> None:
 
 class TritonAttentionBackend(AttentionBackend):
     """See the module docstring."""
+
+    captures_prefill = True
 
     def __init__(self, facts: RunnerFacts) -> None:
         """Raises ValueError where the device cannot convert the type of the KV cache."""
