@@ -352,6 +352,26 @@ def test_legacy_flags_of_cuda_graphs() -> None:
         _cpu(cuda_graph_max_bs_decode=0)
 
 
+def test_prefill_graphs_are_asked_for() -> None:
+    def cuda(**fields: Any) -> ServerArgs:
+        return _cpu(device="cuda", **fields)
+
+    assert cuda().cuda_graph_max_bs_prefill is None
+    args = _parse("--cuda-graph-max-bs-prefill", 256, "--cuda-graph-bs-prefill", 64, 32)
+    assert (args.cuda_graph_max_bs_prefill, args.cuda_graph_bs_prefill) == (256, [64, 32])
+    assert cuda(cuda_graph_backend_prefill="full").cuda_graph_max_bs_prefill == 512
+    sized = cuda(cuda_graph_backend_prefill="full", cuda_graph_bs_prefill=[8])
+    assert sized.cuda_graph_max_bs_prefill is None
+    assert not cuda(cuda_graph_max_bs_prefill=64).disable_prefill_cuda_graph
+    assert cuda(cuda_graph_backend_prefill="disabled").disable_prefill_cuda_graph
+    assert cuda(cuda_graph_max_bs_prefill=0).cuda_graph_max_bs_prefill == 0
+    with pytest.raises(ValueError, match="--cuda-graph-max-bs-prefill must be at least 0"):
+        cuda(cuda_graph_max_bs_prefill=-1)
+    for wrong in ([], [0, 4]):
+        with pytest.raises(ValueError, match="--cuda-graph-bs-prefill must list numbers of tokens"):
+            cuda(cuda_graph_bs_prefill=wrong)
+
+
 def test_an_abbreviated_config_flag_is_not_ignored(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("page-size: 16\n")
     with pytest.raises(ValueError, match="--config must be written in full"):
