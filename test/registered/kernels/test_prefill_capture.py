@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang.srt import platforms
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -151,6 +152,44 @@ def test_a_padded_extend_equals_the_plain_one(tmp_path: Path, family: str) -> No
     for plain, padded in zip(*found, strict=True):
         torch.testing.assert_close(padded, plain, atol=1e-4, rtol=1e-4)
         assert plain.any()
+
+
+def test_one_long_request_is_divided_as_without_padding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into blocks of as many tokens: each block reads all keys before it."""
+    chosen: list[launcher.LaunchConfig] = []
+    choose = launcher.choose_config
+
+    def noting(inputs: launcher.PagedAttentionInputs) -> launcher.LaunchConfig:
+        chosen.append(choose(inputs))
+        return chosen[-1]
+
+    monkeypatch.setattr(launcher, "choose_config", noting)
+    runner = make_runner(tmp_path, "llama")
+    graphs = PrefillGraphRunner(runner, [64])
+    row, slots = np.zeros(1, dtype=np.int64), np.arange(PAGE, PAGE + 64)
+    runner.req_to_token_pool.write(0, 0, torch.from_numpy(slots))
+    step = PrefillStep(
+        req_pool_indices=row,
+        seq_lens=row + 64,
+        prefix_lens=row,
+        extend_lens=row + 64,
+        input_ids=slots,
+        positions=slots - PAGE,
+        out_cache_loc=slots,
+    )
+    chosen.clear()
+    runner.forward(batch_of(runner, step))
+    plain = chosen[-1]
+    assert graphs.stage(step, CaptureHiddenMode.NULL) is not None
+    batch = graphs._static_batch(64)
+    # As where reading the device is not free.
+    batch.seq_lens_cpu, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = [], None, None
+    chosen.clear()
+    runner.forward(batch)
+    assert {config.block_m for config in chosen} == {plain.block_m}
+    assert plain.block_m > launcher.MIN_ROWS
 
 
 def test_served_tokens_are_those_of_uncaptured_steps(tmp_path: Path) -> None:

@@ -196,11 +196,16 @@ def _paged_inputs(
     pool = forward_batch.token_to_kv_pool
     keys, values = pool.get_kv_buffer(layer.layer_id)
     tree_mask = tree_mask_of(forward_batch)
+    likely_requests = None
     has_equal_lens = forward_batch.forward_mode.is_decode() or _equal_lens(forward_batch) > 0
     if query_lens is None and not has_equal_lens:
         query_lens = forward_batch.extend_seq_lens
         if query_lens is None and queries.shape[0] > 0:
             raise ValueError("an extend batch needs extend_seq_lens")
+        if forward_batch.extend_seq_lens_cpu is None:
+            # A captured step, in which most requests will be none: one that has all tokens must
+            # not read its keys once for each of many small blocks.
+            likely_requests = 1
     return PagedAttentionInputs(
         queries=queries,
         keys=keys,
@@ -215,4 +220,5 @@ def _paged_inputs(
         slot_map=pool.slot_map(layer.layer_id),
         positions=forward_batch.positions if tree_mask is not None else None,
         new=new,
+        likely_requests=likely_requests,
     )
