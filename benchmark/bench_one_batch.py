@@ -33,7 +33,11 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
 from sglang.srt.platforms import current_platform, init_platform
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
@@ -158,8 +162,10 @@ class Bench:
     def _keep_last_step(self) -> None:
         build = self.worker._worker.build_forward_batch
 
-        def build_and_keep(batch: ScheduleBatch) -> Any:
-            forward_batch = build(batch)
+        def build_and_keep(
+            batch: ScheduleBatch, hidden_mode: CaptureHiddenMode | None = None
+        ) -> ForwardBatch:
+            forward_batch = build(batch, hidden_mode)
             if batch.forward_mode is ForwardMode.DECODE:
                 self.last_step = forward_batch
             return forward_batch

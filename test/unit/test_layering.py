@@ -82,7 +82,7 @@ LATE_IMPORTS = {
 }
 
 # Where `torch.cuda` may be written.
-CUDA_PLACES = ("srt/platforms/", "triton_ops/", "cuda_graph_runner.py", "test/")
+CUDA_PLACES = ("srt/platforms/", "triton_ops/", "graph_capture.py", "test/")
 
 FRONT_MODULES = (
     "sglang",

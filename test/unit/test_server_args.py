@@ -305,17 +305,12 @@ def _fields_read_by_the_program() -> set[str]:
     return read
 
 
-# What these ask for is what always happens, or is turned into another field.
-_DECIDED_AT_CHECK = {"disable_prefill_cuda_graph"}
-
-
 def test_every_field_is_used_or_refused() -> None:
     read = _fields_read_by_the_program()
     assert {"page_size", "enable_metrics", "nccl_port"} <= read
     refused = {row.field for row in validation.NOT_BUILT}
     fields = {spec.name for spec in dataclasses.fields(ServerArgs)}
-    assert fields - read - refused - _DECIDED_AT_CHECK == set()
-    assert read & _DECIDED_AT_CHECK == set()
+    assert fields - read - refused == set()
 
 
 def test_what_a_cpu_has_no_use_for_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
@@ -355,6 +350,26 @@ def test_legacy_flags_of_cuda_graphs() -> None:
             _cpu(cuda_graph_bs_decode=wrong)
     with pytest.raises(ValueError, match="--cuda-graph-max-bs-decode must be at least 1"):
         _cpu(cuda_graph_max_bs_decode=0)
+
+
+def test_prefill_graphs_are_asked_for() -> None:
+    def cuda(**fields: Any) -> ServerArgs:
+        return _cpu(device="cuda", **fields)
+
+    assert cuda().cuda_graph_max_bs_prefill is None
+    args = _parse("--cuda-graph-max-bs-prefill", 256, "--cuda-graph-bs-prefill", 64, 32)
+    assert (args.cuda_graph_max_bs_prefill, args.cuda_graph_bs_prefill) == (256, [64, 32])
+    assert cuda(cuda_graph_backend_prefill="full").cuda_graph_max_bs_prefill == 512
+    sized = cuda(cuda_graph_backend_prefill="full", cuda_graph_bs_prefill=[8])
+    assert sized.cuda_graph_max_bs_prefill is None
+    assert not cuda(cuda_graph_max_bs_prefill=64).disable_prefill_cuda_graph
+    assert cuda(cuda_graph_backend_prefill="disabled").disable_prefill_cuda_graph
+    assert cuda(cuda_graph_max_bs_prefill=0).cuda_graph_max_bs_prefill == 0
+    with pytest.raises(ValueError, match="--cuda-graph-max-bs-prefill must be at least 0"):
+        cuda(cuda_graph_max_bs_prefill=-1)
+    for wrong in ([], [0, 4]):
+        with pytest.raises(ValueError, match="--cuda-graph-bs-prefill must list numbers of tokens"):
+            cuda(cuda_graph_bs_prefill=wrong)
 
 
 def test_an_abbreviated_config_flag_is_not_ignored(tmp_path: Path) -> None:

@@ -244,16 +244,25 @@ class ServerArgsFields:
         None, "Graphs of decode steps; auto.", choices=["full", "breakable", "disabled"]
     )
     cuda_graph_backend_prefill: str | None = arg(
-        None, "Graphs of prefill steps; auto.", choices=["full", "breakable", "disabled"]
+        None,
+        "Graphs of prefill steps; none. full: of those with up to 512 tokens, unless "
+        "--cuda-graph-max-bs-prefill or --cuda-graph-bs-prefill says otherwise.",
+        choices=["full", "breakable", "disabled"],
     )
     cuda_graph_max_bs_decode: int | None = arg(
         None, "Greatest captured decode batch; auto.", aliases=("--cuda-graph-max-bs",)
     )
-    cuda_graph_max_bs_prefill: int | None = arg(None, "Greatest captured prefill; auto.")
+    cuda_graph_max_bs_prefill: int | None = arg(
+        None,
+        "Capture prefill steps of up to so many new tokens and 7 requests, as what is left of a "
+        "prompt after a cache hit. Without it and --cuda-graph-bs-prefill, or with 0, none are.",
+    )
     cuda_graph_bs_decode: list[int] | None = arg(
         None, "Captured decode batch sizes; auto.", aliases=("--cuda-graph-bs",), nargs="+"
     )
-    cuda_graph_bs_prefill: list[int] | None = arg(None, "Captured prefill sizes.", nargs="+")
+    cuda_graph_bs_prefill: list[int] | None = arg(
+        None, "Numbers of new tokens of captured prefill steps; a ladder.", nargs="+"
+    )
     disable_cuda_graph: bool = arg(False, "No CUDA graphs at all.")
     disable_decode_cuda_graph: bool = arg(False, "No CUDA graphs of decode steps.")
     disable_prefill_cuda_graph: bool = arg(False, "No CUDA graphs of prefill steps.")

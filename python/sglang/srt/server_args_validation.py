@@ -79,13 +79,11 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     ),
     NotBuilt("cuda_graph_config", "options of CUDA graphs"),
     NotBuilt("cuda_graph_backend_decode", "this kind of CUDA graph", (None, "full", "disabled")),
-    NotBuilt("cuda_graph_backend_prefill", "this kind of CUDA graph", (None, "disabled")),
+    NotBuilt("cuda_graph_backend_prefill", "this kind of CUDA graph", (None, "full", "disabled")),
     NotBuilt("enable_deterministic_inference", "deterministic inference"),
     NotBuilt("enable_mixed_chunk", "mixed prefill and decode batches"),
     NotBuilt("enable_torch_compile", "torch.compile"),
     NotBuilt("torch_compile_max_bs", "torch.compile"),
-    NotBuilt("cuda_graph_max_bs_prefill", "graphs of prefill steps"),
-    NotBuilt("cuda_graph_bs_prefill", "graphs of prefill steps"),
     NotBuilt("crash_dump_folder", "writing the last requests at a crash"),
     NotBuilt("pp_size", "pipeline parallelism"),
     NotBuilt("ep_size", "expert parallelism"),
@@ -251,11 +249,16 @@ def _normalize_names(args: ServerArgsFields) -> None:
         args.sampling_backend = "pytorch"
 
 
+# Larger prefill steps keep the device busy for longer than the host needs to launch them.
+_DEFAULT_PREFILL_GRAPH = 512
+
+
 def _normalize_device(args: ServerArgsFields) -> None:
     if args.device == "auto":
         args.device = "cuda" if is_cuda() else "cpu"
     if args.cuda_graph_backend_decode == "disabled":
         args.disable_decode_cuda_graph = True
+    _normalize_prefill_graphs(args)
     if args.device == "cpu":
         # Matrix products in half precision are slow on most CPUs, and float32 is the reference.
         if args.dtype == "auto":
@@ -267,6 +270,14 @@ def _normalize_device(args: ServerArgsFields) -> None:
         args.attention_backend = "torch_native" if args.device == "cpu" else "triton"
     if args.num_threads is None and args.device == "cpu":
         args.num_threads = _default_num_threads(args)
+
+
+def _normalize_prefill_graphs(args: ServerArgsFields) -> None:
+    if args.cuda_graph_backend_prefill == "disabled":
+        args.disable_prefill_cuda_graph = True
+    is_sized = args.cuda_graph_max_bs_prefill is not None or args.cuda_graph_bs_prefill is not None
+    if args.cuda_graph_backend_prefill == "full" and not is_sized:
+        args.cuda_graph_max_bs_prefill = _DEFAULT_PREFILL_GRAPH
 
 
 def _default_num_threads(args: ServerArgsFields) -> int:
@@ -470,6 +481,8 @@ _STORAGE_ONLY = ("hicache_storage_backend_extra_config",)
 _CUDA_ONLY = (
     "cuda_graph_max_bs_decode",
     "cuda_graph_bs_decode",
+    "cuda_graph_max_bs_prefill",
+    "cuda_graph_bs_prefill",
     "disable_cuda_graph_padding",
     "base_gpu_id",
     "gpu_id_step",
@@ -525,6 +538,7 @@ _AT_LEAST: dict[str, float] = {
     "mamba_track_interval": 1,
     "mamba_full_memory_ratio": 0,
     "cuda_graph_max_bs_decode": 1,
+    "cuda_graph_max_bs_prefill": 0,
     "max_prefill_tokens": 1,
     "stream_interval": 1,
     "tokenizer_worker_num": 1,
@@ -606,11 +620,15 @@ def _check_kv_cache(args: ServerArgsFields) -> None:
 
 
 def _check_cuda_graphs(args: ServerArgsFields) -> None:
-    sizes = args.cuda_graph_bs_decode
-    _require(
-        sizes is None or (len(sizes) > 0 and min(sizes) > 0),
-        f"--cuda-graph-bs-decode must list batch sizes of at least 1, not {sizes}.",
-    )
+    for name, units in (
+        ("cuda_graph_bs_decode", "batch sizes"),
+        ("cuda_graph_bs_prefill", "numbers of tokens"),
+    ):
+        sizes = getattr(args, name)
+        _require(
+            sizes is None or (len(sizes) > 0 and min(sizes) > 0),
+            f"{_flag(name)} must list {units} of at least 1, not {sizes}.",
+        )
 
 
 def _check_http(args: ServerArgsFields) -> None:

@@ -1,4 +1,4 @@
-"""The engine on a GPU: captured decode steps, NCCL inside them, 8-bit caches, warm-up.
+"""The engine on a GPU: captured decode and prefill steps, NCCL inside them, 8-bit caches, warm-up.
 
 Everything here needs a CUDA device; tiny models, so that it takes seconds.
 """
@@ -58,21 +58,29 @@ def make_runner(path: Path, dtype: str, device: str = "cuda", **changes: Any) ->
     return ModelRunner(model_config, dataclasses.replace(config, **changes))
 
 
-def tokens_of(runner: ModelRunner, prompts: list[list[int]] | None = None) -> list[list[int]]:
+def tokens_of(
+    runner: ModelRunner, prompts: list[list[int]] | None = None, **options: Any
+) -> list[list[int]]:
+    """Served together, then flushed. `options`: of the harness."""
     prompts = PROMPTS if prompts is None else prompts
-    harness = SchedulerHarness(
+    harness = make_harness(runner, **options)
+    for index, prompt in enumerate(prompts):
+        harness.generate(f"r{index}", prompt, NUM_TOKENS, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.scheduler.flush_cache()
+    return [harness.tokens(f"r{index}") for index in range(len(prompts))]
+
+
+def make_harness(runner: ModelRunner, **options: Any) -> SchedulerHarness:
+    return SchedulerHarness(
         worker=TpModelWorker(runner),
         page_size=runner.config.page_size,
         max_requests=8,
         context_len=runner.model_config.context_len,
         vocab_size=runner.model_config.vocab_size,
         overlap=True,
+        **options,
     )
-    for index, prompt in enumerate(prompts):
-        harness.generate(f"r{index}", prompt, NUM_TOKENS, ignore_eos=True)
-    harness.run_until_idle()
-    assert harness.scheduler.flush_cache()
-    return [harness.tokens(f"r{index}") for index in range(len(prompts))]
 
 
 def graphs_of(runner: ModelRunner) -> CudaGraphRunner:
@@ -106,6 +114,73 @@ def test_without_padding_other_sizes_are_not_replayed(tmp_path: Path) -> None:
     assert graphs_of(runner).num_steps == 0
     tokens_of(runner, PROMPTS[:4])
     assert graphs_of(runner).num_steps > 0
+
+
+def turns_of(runner: ModelRunner, **options: Any) -> list[list[int]]:
+    """Cold prompts, the same again, and the next turn of each alone: hits with little left."""
+    harness = make_harness(runner, **options)
+    for again in ("", "-again"):
+        for index, prompt in enumerate(PROMPTS):
+            harness.generate(f"r{index}{again}", prompt, NUM_TOKENS, ignore_eos=True)
+        harness.run_until_idle()
+    for index, prompt in enumerate(PROMPTS):
+        turn = prompt + harness.tokens(f"r{index}") + prompt[: 3 + index]
+        harness.generate(f"r{index}-turn", turn, NUM_TOKENS, ignore_eos=True)
+        harness.run_until_idle()
+    assert harness.scheduler.flush_cache()
+    return [harness.tokens(rid) for rid in sorted(harness.outputs)]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 8}], ids=["whole", "chunked"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3"])
+def test_captured_prefill_gives_the_tokens_of_uncaptured_steps(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    path = make_tiny_checkpoint(tmp_path, family)
+    expected = turns_of(make_runner(path, "float32"), **options)
+    runner = make_runner(path, "float32", prefill_graph_tokens=(8, 32, 96))
+    assert runner.prefill_runner is not None
+    steps_before = runner.prefill_runner.num_steps
+    assert steps_before == 0
+    assert turns_of(runner, **options) == expected
+    # Of cold prompts one step, of hits one, of each turn one; more in chunks. And decode as ever.
+    assert runner.prefill_runner.num_steps >= 2 + len(PROMPTS)
+    assert graphs_of(runner).num_steps >= 3 * (NUM_TOKENS - 1)
+
+
+def test_captured_prefill_in_half_precision(tmp_path: Path) -> None:
+    """Against the same steps uncaptured: at least half of the answers to their ends."""
+    path = make_tiny_checkpoint(tmp_path)
+    runner = make_runner(path, "float16", prefill_graph_tokens=(32, 96))
+    captured, plain = turns_of(runner), turns_of(make_runner(path, "float16"))
+    assert runner.prefill_runner is not None and runner.prefill_runner.num_steps > 0
+    assert 2 * sum(a == b for a, b in zip(captured, plain)) >= len(plain)
+
+
+def test_what_is_not_captured_runs_uncaptured(tmp_path: Path) -> None:
+    """Too many requests, too many tokens, and models whose steps cannot be captured."""
+    path = make_tiny_checkpoint(tmp_path / "small")
+    runner = make_runner(path, "float32", prefill_graph_tokens=(16,))
+    plain = make_runner(path, "float32")
+    prompts = [[5, 6 + index] for index in range(8)]
+    for chosen, count in ((prompts, 0), ([PROMPTS[3] * 2], 0), ([PROMPTS[0]], 1)):
+        assert runner.prefill_runner is not None
+        before = runner.prefill_runner.num_steps
+        assert tokens_of(runner, chosen) == tokens_of(plain, chosen)
+        assert runner.prefill_runner.num_steps == before + count
+    for family in ("qwen3_next", "deepseek_v3"):
+        folder = make_tiny_checkpoint(tmp_path / family, family)
+        assert make_runner(folder, "float32", prefill_graph_tokens=(16,)).prefill_runner is None
+
+
+def test_prefill_graphs_without_decode_graphs(tmp_path: Path) -> None:
+    path = make_tiny_checkpoint(tmp_path)
+    alone: dict[str, Any] = {"disable_cuda_graph": True, "prefill_graph_tokens": (16, 96)}
+    runner = make_runner(path, "float32", **alone)
+    assert runner.decode_runner is None and runner.prefill_runner is not None
+    assert tokens_of(runner) == tokens_of(make_runner(path, "float32"))
+    assert runner.prefill_runner.num_steps == 1
+    assert runner.graph_bytes > 0
 
 
 def test_warm_up_leaves_no_trace(tmp_path: Path) -> None:
@@ -212,14 +287,16 @@ def test_collectives_are_captured_with_the_step(
 
     for name in calls:
         monkeypatch.setattr(dist, name, counted(name))
-    runner = make_runner(path, "float32", cuda_graph_bs=[5])
+    runner = make_runner(path, "float32", cuda_graph_bs=[5], prefill_graph_tokens=(96,))
     num_layers = runner.model_config.num_hidden_layers
-    assert captured == {"all_reduce": 2 * num_layers, "all_gather": 1}
+    # Of a decode step and of a prefill step.
+    assert captured == {"all_reduce": 4 * num_layers, "all_gather": 2}
     before = dict(calls)
     tokens = tokens_of(runner)
     assert graphs_of(runner).num_steps > 0
-    # Prefill steps called them; replays did not, they hold them.
-    assert calls["all_reduce"] - before["all_reduce"] < 2 * num_layers * NUM_TOKENS
+    assert runner.prefill_runner is not None and runner.prefill_runner.num_steps > 0
+    # Replays did not call them, they hold them.
+    assert calls == before
     monkeypatch.setattr(parallel_state, "_tp_group", TPGroup(size=1, rank=0))
     assert tokens == tokens_of(make_runner(path, "float32"))
 

@@ -248,6 +248,9 @@ TINY = {
     "extend-window": Shape([0, 70, 3], [9, 1, 12], window=5),
     "extend-odd-group": Shape([5, 40], [7, 3], heads=6, kv_heads=2),
     "extend-one-group": Shape([5], [7], heads=7, kv_heads=1, head_dim=24),
+    # As a captured prefill step: requests without tokens, then one of padding.
+    "extend-padded": Shape([0, 17, 0, 0, 0], [9, 3, 0, 0, 12]),
+    "extend-padded-window": Shape([0, 70, 0, 0], [9, 3, 0, 12], window=5, mapped=True),
     "decode": Shape([1, 40, 8, 0, 70], [1] * 5, mode=DECODE),
     "decode-half": Shape([1, 40, 70], [1] * 3, mode=DECODE, dtype=torch.float16),
     "decode-window": Shape([1, 40, 90], [1] * 3, mode=DECODE, window=7),

@@ -109,6 +109,32 @@ def test_sampled_tokens_are_those_without_graphs(
 
 
 @SHAPES
+@ALGORITHMS
+def test_captured_prefill_steps_change_no_token(
+    folder: Path, algorithm: str, shape: tuple[Any, ...]
+) -> None:
+    """Nor how many drafts were right, which follows from the states that the steps keep."""
+    answers = []
+    for flags in ((), ("--cuda-graph-max-bs-prefill", 96)):
+        with served(folder, algorithm, *shape, *flags) as server:
+            found = []
+            for _ in range(2):  # the second time with hits
+                rids = [server.submit(prompt, 16) for prompt in PROMPTS]
+                server.run_until_idle()
+                found += [
+                    (server.answer_of(rid).tokens, server.answer_of(rid).spec) for rid in rids
+                ]
+            answers.append(found)
+            worker = server.scheduler.draft_worker
+            assert isinstance(worker, BaseSpecWorker)
+            prefill = worker.target_runner.prefill_runner
+            assert (prefill is not None) == bool(flags)
+            if prefill is not None:
+                assert prefill.hidden_mode is worker.feature_mode and prefill.num_steps == 2
+    assert answers[0] == answers[1]
+
+
+@SHAPES
 def test_accepted_features_reach_the_draft(folder: Path, shape: tuple[Any, ...]) -> None:
     with envs.SGLANG_SIMULATE_ACC_LEN.override(2.5):
         torch.manual_seed(0)

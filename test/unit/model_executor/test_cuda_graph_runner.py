@@ -2,64 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor import cuda_graph_runner
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.test.fakes.eager_graphs import use_eager_graphs
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
 PROMPTS = [[3 + (i * 11 + j) % 150 for j in range(4 + 5 * i)] for i in range(5)]
 
 
-class EagerGraph:
-    """Stands in for a captured step: computes it anew from the static inputs."""
-
-    def __init__(self, owner: CudaGraphRunner, size: int) -> None:
-        self._owner = owner
-        self._size = size
-        self.num_replays = 0
-        self.entry: cuda_graph_runner._Graph
-
-    def pool(self) -> None:
-        return None
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        batch = self._owner._static_batch(self._size)
-        batch.seq_lens_cpu = batch.seq_lens.tolist()
-        # New tensors: a copy to the host is none on a CPU, and must not see the next step.
-        self.entry.logits, self.entry.report = self._owner._step(batch)
-
-
-def capture(self: CudaGraphRunner, size: int, pool: None) -> cuda_graph_runner._Graph:
-    graph = EagerGraph(self, size)
-    vocab_size = cast(Any, self._runner.model).config.vocab_size
-    graph.entry = cuda_graph_runner._Graph(
-        graph=cast(Any, graph),
-        logits=torch.zeros(size, vocab_size),
-        report=torch.zeros(2, size, dtype=torch.int64),
-    )
-    return graph.entry
-
-
 @pytest.fixture(params=["llama", "qwen3_next", "gemma3"])
 def runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[ModelRunner]:
-    monkeypatch.setattr(CudaGraphRunner, "_capture", capture)
-    monkeypatch.setattr(
-        cuda_graph_runner, "_product_library", lambda name: contextlib.nullcontext()
-    )
+    use_eager_graphs(monkeypatch)
     made = ModelRunner(
         ModelConfig.from_path(str(make_tiny_checkpoint(tmp_path, request.param))),
         RunnerConfig(

@@ -51,6 +51,7 @@ from sglang.srt.mem_cache.state_snapshots import StateSnapshots
 from sglang.srt.mem_cache.storage.backend_factory import check_storage_options
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
+from sglang.srt.model_executor.prefill_graph_runner import capture_token_counts
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts
 from sglang.srt.model_executor.weight_updater import WeightUpdater
 from sglang.srt.observability.metrics import (
@@ -187,6 +188,7 @@ def _runner_config(
         cuda_graph_max_bs=server_args.cuda_graph_max_bs_decode,
         cuda_graph_bs=server_args.cuda_graph_bs_decode,
         disable_cuda_graph_padding=server_args.disable_cuda_graph_padding,
+        prefill_graph_tokens=_prefill_graph_tokens(server_args, model_config),
         warm_up_tokens=_warm_up_tokens(server_args, model_config),
         # The target of a draft model takes no plain decode step, but for NGRAM's.
         use_decode_runner=plan is None,
@@ -202,6 +204,19 @@ def _runner_config(
         keep_released_weights=server_args.enable_weights_cpu_backup,
         keep_released_draft_weights=server_args.enable_draft_weights_cpu_backup,
     )
+
+
+def _prefill_graph_tokens(server_args: ServerArgs, model_config: ModelConfig) -> tuple[int, ...]:
+    """Token counts of captured prefill steps; none unless they are asked for."""
+    if server_args.disable_cuda_graph or server_args.disable_prefill_cuda_graph:
+        return ()
+    requested = server_args.cuda_graph_bs_prefill
+    limit = server_args.cuda_graph_max_bs_prefill
+    if limit is None:
+        limit = max(requested or [0])
+    # The tokens that pad a step are a request of their own.
+    limit = min(limit, model_config.context_len)
+    return tuple(capture_token_counts(limit, requested))
 
 
 def _warm_up_tokens(server_args: ServerArgs, model_config: ModelConfig) -> int:

@@ -25,6 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.prefill_graph_runner import PrefillStep
 from sglang.srt.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -198,8 +199,13 @@ class TpModelWorker:
         result.start_copy()
         return result
 
-    def build_forward_batch(self, batch: ScheduleBatch) -> ForwardBatch:
-        """Tensors of the step on the device, by asynchronous copies from the host arrays."""
+    def build_forward_batch(
+        self, batch: ScheduleBatch, hidden_mode: CaptureHiddenMode | None = None
+    ) -> ForwardBatch:
+        """Tensors of the step on the device, by asynchronous copies from the host arrays.
+
+        `hidden_mode`: which hidden states are kept, for a draft model; None: as the requests wish.
+        """
         runner = self.model_runner
         common: dict[str, Any] = {
             "forward_mode": batch.forward_mode,
@@ -209,26 +215,45 @@ class TpModelWorker:
             "sampling_info": batch.sampling_info,
             "logprobs": batch.logprob_request(),
             "hicache_consumer_index": batch.hicache_consumer_index,
-            "capture_hidden_mode": self._capture_mode(batch),
+            "capture_hidden_mode": self._capture_mode(batch)
+            if hidden_mode is None
+            else hidden_mode,
             "state_plan": batch.state_plan,
         }
         if batch.forward_mode is ForwardMode.DECODE:
             return self._build_decode_batch(batch, common)
-        prefix, extend = np.array(batch.prefix_lens), np.array(batch.extend_lens)
-        starts = np.repeat(prefix - (np.cumsum(extend) - extend), extend)
-        positions = np.arange(int(extend.sum()), dtype=np.int64) + starts
-        input_ids = np.frombuffer(batch.extend_input_ids(), dtype=np.int64)
+        return self._build_extend_batch(batch, common)
+
+    def _build_extend_batch(self, batch: ScheduleBatch, common: dict[str, Any]) -> ForwardBatch:
+        step = _prefill_step(batch)
+        common |= {
+            "extend_seq_lens_cpu": batch.extend_lens,
+            "extend_prefix_lens_cpu": batch.prefix_lens,
+            "seq_lens_cpu": batch.seq_lens.tolist(),
+        }
+        logprobs = common["logprobs"]
+        if logprobs is None or not logprobs.wants_inputs(batch.extend_lens):
+            staged = self.model_runner.stage_prefill(step, common["capture_hidden_mode"])
+            if staged is not None:
+                return ForwardBatch(
+                    input_ids=staged.input_ids,
+                    positions=staged.positions,
+                    req_pool_indices=staged.req_pool_indices,
+                    seq_lens=staged.seq_lens,
+                    out_cache_loc=staged.out_cache_loc,
+                    extend_seq_lens=staged.extend_seq_lens,
+                    extend_prefix_lens=staged.extend_prefix_lens,
+                    is_staged=True,
+                    **common,
+                )
         return ForwardBatch(
-            input_ids=self._to_device(input_ids),
-            positions=self._to_device(positions),
-            req_pool_indices=self._to_device(batch.req_pool_indices),
-            seq_lens=self._to_device(batch.seq_lens),
+            input_ids=self._to_device(step.input_ids),
+            positions=self._to_device(step.positions),
+            req_pool_indices=self._to_device(step.req_pool_indices),
+            seq_lens=self._to_device(step.seq_lens),
             out_cache_loc=current_platform().to_device_async(batch.out_cache_loc),
-            extend_seq_lens=self._to_device(extend),
-            extend_prefix_lens=self._to_device(prefix),
-            extend_seq_lens_cpu=batch.extend_lens,
-            extend_prefix_lens_cpu=batch.prefix_lens,
-            seq_lens_cpu=batch.seq_lens.tolist(),
+            extend_seq_lens=self._to_device(step.extend_lens),
+            extend_prefix_lens=self._to_device(step.prefix_lens),
             **common,
         )
 
@@ -272,3 +297,17 @@ class TpModelWorker:
     def _to_device(values: np.ndarray) -> torch.Tensor:
         # A copy, because the scheduler's arrays change while the step is on the device.
         return current_platform().to_device_async(torch.from_numpy(values.copy()))
+
+
+def _prefill_step(batch: ScheduleBatch) -> PrefillStep:
+    prefix, extend = np.array(batch.prefix_lens), np.array(batch.extend_lens)
+    starts = np.repeat(prefix - (np.cumsum(extend) - extend), extend)
+    return PrefillStep(
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=batch.seq_lens,
+        prefix_lens=prefix,
+        extend_lens=extend,
+        input_ids=np.frombuffer(batch.extend_input_ids(), dtype=np.int64),
+        positions=np.arange(int(extend.sum()), dtype=np.int64) + starts,
+        out_cache_loc=batch.out_cache_loc.numpy(),
+    )

@@ -206,6 +206,10 @@ class KVCache(ABC):
             self.layer_transfer_counter.wait_until(layer_idx + self.layer_in_stack)
         return layer_idx
 
+    def wait_for_loads(self) -> None:
+        """Wait until all layers' rows have arrived from the host, as ``get_*_buffer`` for one."""
+        self._loaded_layer(self.start_layer + self.layer_num - 1)
+
     def layer_view(self, layer_idx: int) -> KVCache:
         """One local layer as a pool of its own, in the same memory; its only layer is number 0.
 

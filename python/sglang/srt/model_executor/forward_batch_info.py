@@ -72,6 +72,11 @@ class LogprobRequest:
     start_lens: list[int] = field(default_factory=list)
     target_ids: list[list[int]] = field(default_factory=list)
 
+    def wants_inputs(self, extend_lens: list[int]) -> bool:
+        """Whether input logprobs are wanted of a step with so many new tokens a request."""
+        lens = zip(self.enabled, self.start_lens, extend_lens)
+        return any(enabled and start < extend_len for enabled, start, extend_len in lens)
+
     def repeated(self, count: int) -> LogprobRequest:
         """The wishes for output tokens, each request's `count` times in a row."""
         return LogprobRequest(
@@ -100,8 +105,8 @@ class ForwardBatch:
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
 
-    # The tensors are those of the captured step, filled by `DecodeRunner.stage`, except
-    # `input_ids` and `positions`, which the step itself fills.
+    # The tensors are those of a captured step: filled by `DecodeRunner.stage`, except `input_ids`
+    # and `positions`, which the step itself fills, or all by `PrefillGraphRunner.stage`.
     is_staged: bool = False
 
     # Extend only (None in decode).

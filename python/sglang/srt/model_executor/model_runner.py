@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, ReqToTok
 from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner, why_not_supported
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from sglang.srt.model_executor.decode_runner import DecodeRunner, StagedStep
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 from sglang.srt.model_executor.kv_cache_sizing import (
     MemoryBudget,
@@ -45,6 +46,12 @@ from sglang.srt.model_executor.kv_pools import (
 )
 from sglang.srt.model_executor.kv_pools import kv_bytes_per_token as kv_bytes_per_token
 from sglang.srt.model_executor.memory_saver import MemorySaver
+from sglang.srt.model_executor.prefill_graph_runner import (
+    PrefillGraphRunner,
+    PrefillStep,
+    StagedPrefill,
+    why_not_captured,
+)
 from sglang.srt.model_executor.prefill_warm_up import warm_up_prefill
 from sglang.srt.model_executor.state_sizing import (
     StateBudget,
@@ -91,6 +98,8 @@ class RunnerConfig:
     cuda_graph_max_bs: int | None = None  # None: DEFAULT_GRAPH_MAX_BS
     cuda_graph_bs: list[int] | None = None  # None: a ladder up to the maximum
     disable_cuda_graph_padding: bool = False
+    # Token counts of captured prefill steps, rising; none: they are not captured.
+    prefill_graph_tokens: tuple[int, ...] = ()
     warm_up_tokens: int = 0  # prefill steps up to this many tokens are tried out at start
     # Of a draft model that will share slots and rows with this one: bytes of its KV a token, bytes
     # of its weights, and positions behind the context that its proposals may touch.
@@ -181,6 +190,11 @@ class ModelRunner:
         )
         self.sampler = Sampler()
         self.decode_runner = self._make_decode_runner() if config.use_decode_runner else None
+        self.prefill_runner: PrefillGraphRunner | None = None  # by `capture_prefill`
+        if config.use_decode_runner:
+            graphs = self.decode_runner
+            pool = graphs.memory_pool if isinstance(graphs, CudaGraphRunner) else None
+            self.capture_prefill(CaptureHiddenMode.NULL, pool)
         self.warm_up_s = 0.0
         if config.warm_up_tokens > 0 and platform.graph_capture_supported:
             start = time.perf_counter()
@@ -256,6 +270,31 @@ class ModelRunner:
         )
         self.graph_bytes = max(before - current_platform().memory_info().free_bytes, 0)
         return graphs
+
+    def capture_prefill(self, hidden_mode: CaptureHiddenMode, pool: Any = None) -> None:
+        """Capture prefill steps where that is asked for and possible. Collective.
+
+        `hidden_mode`: the states that they keep for a draft model, which must know by now which
+        layers it reads. `pool`: memory of other graphs, to be used again.
+        """
+        counts = list(self.config.prefill_graph_tokens)
+        platform = current_platform()
+        if not counts or not platform.graph_capture_supported:
+            return
+        reason = why_not_captured(self)
+        if reason is not None:
+            logger.warning("Prefill steps of this model are not captured: %s", reason)
+            return
+        before = platform.memory_info().free_bytes
+        self.prefill_runner = PrefillGraphRunner(
+            self,
+            counts,
+            hidden_mode=hidden_mode,
+            pad=not self.config.disable_cuda_graph_padding,
+            show_progress=self.tp.rank == 0,
+            pool=pool,
+        )
+        self.graph_bytes += max(before - platform.memory_info().free_bytes, 0)
 
     def _init_memory_pools(self) -> None:
         config, model = self.config, self.model_config
@@ -387,6 +426,13 @@ class ModelRunner:
         """Hand the inputs of a plain decode step to the shortcut; see `DecodeRunner.stage`."""
         return None if self.decode_runner is None else self.decode_runner.stage(step)
 
+    def stage_prefill(
+        self, step: PrefillStep, hidden_mode: CaptureHiddenMode
+    ) -> StagedPrefill | None:
+        """Hand the inputs of a prefill step to the graphs; see `PrefillGraphRunner.stage`."""
+        runner = self.prefill_runner
+        return None if runner is None else runner.stage(step, hidden_mode)
+
     @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the model on one batch. Collective."""
@@ -398,8 +444,9 @@ class ModelRunner:
         return output
 
     def _run_model(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        if self.decode_runner is not None and self.decode_runner.can_run(forward_batch):
-            return self.decode_runner.run(forward_batch)
+        for shortcut in (self.decode_runner, self.prefill_runner):
+            if shortcut is not None and shortcut.can_run(forward_batch):
+                return shortcut.run(forward_batch)
         self.attn_backend.init_forward_metadata(forward_batch)
         with use_attention_backend(self.attn_backend):
             return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)

@@ -202,8 +202,7 @@ class BaseSpecWorker(ABC):
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         worker, runner = self.target_worker, self.target_runner
-        forward_batch = worker.build_forward_batch(batch)
-        forward_batch.capture_hidden_mode = self.feature_mode
+        forward_batch = worker.build_forward_batch(batch, self.feature_mode)
         output = runner.forward(forward_batch)
         features, output.hidden_states = output.hidden_states, None
         next_ids = runner.sample(output, forward_batch)

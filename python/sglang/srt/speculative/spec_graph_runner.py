@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,14 +27,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.cuda_graph_runner import (
+from sglang.srt.model_executor.graph_capture import (
     ReplayableGraph,
     capture,
-    capturing,
-    products_of,
+    capture_sizes,
     size_table,
 )
 from sglang.srt.platforms import current_platform
@@ -132,6 +129,7 @@ class SpecGraphRunner:
         self._graphs: dict[int, _Graphs] = {}
         self._size = 0  # captured size of the step that is being run
         self.num_steps = dict.fromkeys(GraphKind, 0)  # replays, for tests and reports
+        self.memory_pool: Any = None  # of the graphs, for graphs that are captured later
         self._capture_all(show_progress)
 
     def _make_inputs(self, max_size: int, simulates: bool) -> None:
@@ -307,27 +305,20 @@ class SpecGraphRunner:
     # -- capture --------------------------------------------------------------------------------
 
     def _capture_all(self, show_progress: bool) -> None:
-        """Capture every size, the largest first, so that smaller ones use its memory again."""
-        start = time.perf_counter()
-        sizes = tqdm(
-            reversed(self.batch_sizes),
-            total=len(self.batch_sizes),
-            desc="capturing CUDA graphs of speculative steps",
-            unit="size",
-            disable=not show_progress,
+        self.memory_pool, seconds = capture_sizes(
+            self.batch_sizes,
+            self._capture_size,
+            what=" of speculative steps",
+            rows_each=self._step.shape.num_draft_tokens,
+            show_progress=show_progress,
         )
-        pool = None
-        with capturing():
-            for size in sizes:
-                with products_of(size * self._step.shape.num_draft_tokens):
-                    pool = self._capture_size(size, pool)
         logger.info(
             "captured speculative steps (%d graphs) of %d batch sizes, %d to %d, in %.1f s",
             sum(len(entry.graphs) for entry in self._graphs.values()),
             len(self.batch_sizes),
             self.batch_sizes[0],
             self.batch_sizes[-1],
-            time.perf_counter() - start,
+            seconds,
         )
 
     def _capture_size(self, size: int, pool: Any) -> Any:

@@ -256,6 +256,7 @@ def _draft_runners(
         # Draft steps are part of the worker's own graphs and read hidden states.
         disable_cuda_graph=True,
         use_decode_runner=settings.algorithm is SpeculativeAlgorithm.STANDALONE,
+        prefill_graph_tokens=(),
         warm_up_tokens=0,
         keep_released_weights=runner_config.keep_released_draft_weights,
         draft_token_bytes=0,
@@ -317,11 +318,17 @@ def _make_ngram_worker(
 
 
 def _capture_graphs(worker: BaseSpecWorker, config: RunnerConfig) -> None:
-    """Capture the worker's decode steps, where this platform can and nobody has forbidden it."""
-    platform = current_platform()
-    if config.disable_cuda_graph or not platform.graph_capture_supported:
-        return
+    """Capture the worker's steps, where this platform can and nobody has forbidden it."""
     target = worker.target_runner
+    if current_platform().graph_capture_supported and not config.disable_cuda_graph:
+        _capture_decode(worker, config)
+    if target.prefill_runner is None:
+        pool = None if worker.graphs is None else worker.graphs.memory_pool
+        target.capture_prefill(worker.feature_mode, pool)
+
+
+def _capture_decode(worker: BaseSpecWorker, config: RunnerConfig) -> None:
+    platform, target = current_platform(), worker.target_runner
     default = DEFAULT_GRAPH_MAX_BS
     if not worker.steps_aside(default):
         default = min(default, max(1, DEFAULT_MAX_TOKENS // worker.shape.num_draft_tokens))

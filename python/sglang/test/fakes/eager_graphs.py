@@ -1,8 +1,9 @@
 """CUDA graphs without CUDA: a capture keeps the function, a replay computes it anew.
 
-Outputs stay at one place and are overwritten by each replay, as those of real graphs are. For tests
-of what surrounds the graphs: static inputs, padding, state that passes from one to the next. What
-may not happen inside a capture is not noticed here.
+Outputs stay at one place and are overwritten by each replay, as those of real graphs are, and no
+replay waits for loads of the host cache. For tests of what surrounds the graphs: static inputs,
+padding, state that passes from one to the next. What may not happen inside a capture is not
+noticed here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from sglang.srt.layers.attention.torch_native import TorchNativeBackend
 from sglang.srt.layers.dispatch import TorchOps
+from sglang.srt.mem_cache.hicache_transfer import LayerDoneCounter
+from sglang.srt.model_executor import cuda_graph_runner, graph_capture, prefill_graph_runner
 from sglang.srt.speculative import spec_graph_runner
 
 T = TypeVar("T")
@@ -27,16 +31,20 @@ class EagerGraph:
     def __init__(self, function: Callable[[], Any], outputs: Any) -> None:
         self._function = function
         self._outputs = outputs
+        self.num_replays = 0
 
     def pool(self) -> None:
         return None
 
     def replay(self) -> None:
-        _overwrite(self._outputs, self._function())
+        self.num_replays += 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayerDoneCounter, "wait_until", lambda self, layer_idx: None)
+            _overwrite(self._outputs, self._function())
 
 
 def capture(function: Callable[[], T], device: torch.device, pool: Any) -> tuple[EagerGraph, T]:
-    """As `cuda_graph_runner.capture`."""
+    """As `graph_capture.capture`."""
     outputs = _clone(function())
     return EagerGraph(function, outputs), outputs
 
@@ -48,10 +56,12 @@ def _nothing(num_rows: int = 0) -> Iterator[None]:
 
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `SpecGraphRunner` capture on the CPU; copies to the host become copies."""
-    monkeypatch.setattr(spec_graph_runner, "capture", capture)
-    monkeypatch.setattr(spec_graph_runner, "capturing", _nothing)
-    monkeypatch.setattr(spec_graph_runner, "products_of", _nothing)
+    """Let all kinds of steps be captured on the CPU; copies to the host become copies."""
+    for user in (cuda_graph_runner, prefill_graph_runner, spec_graph_runner):
+        monkeypatch.setattr(user, "capture", capture)
+    monkeypatch.setattr(graph_capture, "capturing", _nothing)
+    monkeypatch.setattr(graph_capture, "products_of", _nothing)
+    monkeypatch.setattr(TorchNativeBackend, "captures_prefill", True)
     monkeypatch.setattr(TorchOps, "send_to_host", lambda self, x: x.clone())
 
 

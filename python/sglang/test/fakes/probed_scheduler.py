@@ -121,6 +121,9 @@ def _replays(scheduler: Scheduler) -> dict[str, int]:
     decode = getattr(runner, "decode_runner", None)
     if decode is not None:
         found["decode"] = int(getattr(decode, "num_steps", 0))
+    prefill = getattr(runner, "prefill_runner", None)
+    if prefill is not None:
+        found["prefill"] = int(prefill.num_steps)
     graphs = getattr(target, "graphs", None)
     if graphs is not None:
         found |= {str(kind.value): count for kind, count in graphs.num_steps.items()}

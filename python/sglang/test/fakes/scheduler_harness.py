@@ -220,11 +220,8 @@ class SchedulerHarness:
         """Queue one request. Fields of SamplingParams and of the message may be given."""
         own = TokenizedGenerateReqInput.__dataclass_fields__
         message = {k: v for k, v in fields.items() if k in own}
-        params = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=0.0,
-            **{k: v for k, v in fields.items() if k not in own},
-        )
+        options = {k: v for k, v in fields.items() if k not in own}
+        params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": max_new_tokens, **options})
         params.normalize()
         self.send(
             TokenizedGenerateReqInput(

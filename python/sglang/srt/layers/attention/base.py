@@ -50,6 +50,10 @@ class AttentionBackend(ABC):
     included.
     """
 
+    # Whether an extend step needs nothing of the host's lists of lengths, so that a captured one
+    # can be replayed with other lengths. Requests without new tokens must be possible in it.
+    captures_prefill = False
+
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Compute what all layers share and set `forward_batch.attn_metadata`."""

@@ -2,7 +2,8 @@
 
 Decode and verification keep no metadata: every launch takes the batch's device tensors as they
 are, so a captured forward pass needs nothing but new contents of `seq_lens`, `req_pool_indices`,
-`out_cache_loc` and (in a verification) the mask. How many new tokens the requests of a speculative
+`out_cache_loc` and (in a verification) the mask; so does an extend step whose lengths the host does
+not give, with new contents of `extend_seq_lens`. How many new tokens the requests of a speculative
 step have, the same for all, is compiled in. Rows that pad a captured batch may have length 0 or
 point at the dummy slot. Captured launches share this backend's scratch memory: replay them on one
 stream.
@@ -50,6 +51,8 @@ def check_kv_dtype(kv_dtype: torch.dtype | None, device: torch.device) -> None:
 
 class TritonAttentionBackend(AttentionBackend):
     """See the module docstring."""
+
+    captures_prefill = True
 
     def __init__(self, facts: RunnerFacts) -> None:
         """Raises ValueError where the device cannot convert the type of the KV cache."""
@@ -193,11 +196,16 @@ def _paged_inputs(
     pool = forward_batch.token_to_kv_pool
     keys, values = pool.get_kv_buffer(layer.layer_id)
     tree_mask = tree_mask_of(forward_batch)
+    likely_requests = None
     has_equal_lens = forward_batch.forward_mode.is_decode() or _equal_lens(forward_batch) > 0
     if query_lens is None and not has_equal_lens:
         query_lens = forward_batch.extend_seq_lens
         if query_lens is None and queries.shape[0] > 0:
             raise ValueError("an extend batch needs extend_seq_lens")
+        if forward_batch.extend_seq_lens_cpu is None:
+            # A captured step, in which most requests will be none: one that has all tokens must
+            # not read its keys once for each of many small blocks.
+            likely_requests = 1
     return PagedAttentionInputs(
         queries=queries,
         keys=keys,
@@ -212,4 +220,5 @@ def _paged_inputs(
         slot_map=pool.slot_map(layer.layer_id),
         positions=forward_batch.positions if tree_mask is not None else None,
         new=new,
+        likely_requests=likely_requests,
     )

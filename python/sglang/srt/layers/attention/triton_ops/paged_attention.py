@@ -96,6 +96,8 @@ class PagedAttentionInputs:
     # int64 [n], of the new tokens in their sequences; a tree's within a window needs it.
     positions: torch.Tensor | None = None
     new: NewTokens | None = None  # None: the pool holds the new keys, and queries are rotated
+    # Block sizes suit this many requests, where that is another number than b.
+    likely_requests: int | None = None
 
     @property
     def equal_lens(self) -> int:
@@ -139,7 +141,7 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     group = num_heads // num_kv_heads
     batch_size = inputs.seq_lens.shape[0]
     processors = num_multiprocessors(inputs.queries.device)
-    mean_rows = math.ceil(num_tokens / batch_size) * group
+    mean_rows = math.ceil(num_tokens / (inputs.likely_requests or batch_size)) * group
     wide = head_dim > 128 or inputs.queries.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(mean_rows), MIN_ROWS), 64 if wide else 128)
     num_blocks = _max_row_blocks(inputs, block_m) * num_kv_heads

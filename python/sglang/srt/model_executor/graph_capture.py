@@ -1,0 +1,244 @@
+"""What captured steps of all kinds share: capturing, packed inputs, and a step's common end.
+
+Owns nothing; each kind of step (`cuda_graph_runner`, `prefill_graph_runner`, the speculative ones)
+owns its graphs and inputs. Weights are read where they are, so in-place weight updates stay
+visible; anything that rebinds a parameter breaks the graphs. Absent on CPU. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from sglang.srt.layers.attention.base import AttentionBackend
+from sglang.srt.layers.dispatch import checked_argmax
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import use_attention_backend
+from sglang.srt.platforms import current_platform
+
+T = TypeVar("T")
+
+# cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
+# pays once; steps that are not captured keep the default.
+_MAX_LT_SIZE = 128
+# Host buffers that inputs are copied from: this step's, the one's on the device, and spare ones.
+_NUM_HOST_BUFFERS = 4
+
+
+class GraphableRunner(Protocol):
+    """What a graph is captured over."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+    @property
+    def attn_backend(self) -> AttentionBackend: ...
+
+    @property
+    def req_to_token_pool(self) -> ReqToTokenPool: ...
+
+    @property
+    def token_to_kv_pool(self) -> KVCache: ...
+
+    @property
+    def last_token_ids(self) -> torch.Tensor: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+class ReplayableGraph(Protocol):
+    """The part of `torch.cuda.CUDAGraph` that its users call."""
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> Any: ...
+
+
+# -- a step of the model ----------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutputs:
+    """What a captured forward pass leaves behind; overwritten by each replay. b = its requests."""
+
+    logits: torch.Tensor  # float32 [b, V]
+    report: torch.Tensor  # int64 [2, b]: places of the largest; 1 where a row has NaN or +inf
+    hidden_states: torch.Tensor | None = None  # [tokens, width], where they are wanted
+
+    def of_requests(self, num_reqs: int) -> LogitsProcessorOutput:
+        """The part of the first, real requests; hidden states are left out."""
+        return LogitsProcessorOutput(
+            next_token_logits=self.logits[:num_reqs],
+            greedy_token_ids=self.report[0, :num_reqs],
+            unusable_rows=self.report[1, :num_reqs],
+            greedy_report=self.report,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStep:
+    """A forward pass of one size."""
+
+    graph: ReplayableGraph
+    outputs: StepOutputs
+
+    def replay(self) -> StepOutputs:
+        """Run it; valid until the next replay of any graph, in stream order."""
+        self.graph.replay()
+        return self.outputs
+
+
+def forward_and_choose(
+    runner: GraphableRunner, batch: ForwardBatch, rows: torch.Tensor
+) -> StepOutputs:
+    """A forward pass and the largest logits, noted as the requests' last tokens.
+
+    `rows` int64 [b]: of the request table, one for each row of logits. The tokens are right for
+    greedy requests; the sampler's choice is written over them.
+    """
+    runner.attn_backend.init_forward_metadata(batch)
+    with use_attention_backend(runner.attn_backend):
+        output = runner.model(batch.input_ids, batch.positions, batch)
+    token_ids, unusable_rows = checked_argmax(output.next_token_logits)
+    runner.last_token_ids.index_copy_(0, rows, token_ids)
+    return StepOutputs(
+        logits=output.next_token_logits,
+        report=torch.stack((token_ids, unusable_rows.to(torch.int64))),
+        hidden_states=output.hidden_states,
+    )
+
+
+class PackedInputs:
+    """All inputs of a captured step in one tensor on the device, filled by one copy."""
+
+    def __init__(self, num_values: int, device: torch.device) -> None:
+        platform = current_platform()
+        host = torch.zeros(num_values, dtype=torch.int64)
+        self._hosts = [platform.pin(host.clone()) for _ in range(_NUM_HOST_BUFFERS)]
+        self._copied = [platform.event() for _ in range(_NUM_HOST_BUFFERS)]
+        self._next = 0
+        self.on_device = host.to(device, copy=True)  # int64 [num_values]
+
+    def begin(self, num_values: int) -> np.ndarray:
+        """Host memory, int64 [num_values], to be filled; what was in it has been copied."""
+        self._copied[self._next].synchronize()
+        values: np.ndarray = self._hosts[self._next].numpy()[:num_values]
+        return values
+
+    def send(self, num_values: int) -> None:
+        """Copy what was filled since `begin` to the device, in stream order."""
+        host, copied = self._hosts[self._next], self._copied[self._next]
+        self._next = (self._next + 1) % _NUM_HOST_BUFFERS
+        self.on_device[:num_values].copy_(host[:num_values], non_blocking=True)
+        copied.record()
+
+
+def lens_on_host(lens: torch.Tensor) -> list[int] | None:
+    """The values of a static tensor, where reading the device is free; they change at replays."""
+    values: list[int] | None = lens.tolist() if lens.device.type == "cpu" else None
+    return values
+
+
+# -- capturing --------------------------------------------------------------------------------
+
+
+def capture(
+    function: Callable[[], T], device: torch.device, pool: Any
+) -> tuple[ReplayableGraph, T]:
+    """Capture a call whose inputs are static tensors. Its outputs are overwritten by each replay.
+
+    The function runs twice before. `pool`: of an earlier graph, whose memory is used again where
+    nobody holds it; None: a new one.
+    """
+    stream = torch.cuda.Stream(device=device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # Compiles kernels and allocates workspaces, which must not happen in a capture.
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        outputs = function()
+    return graph, outputs
+
+
+def capture_sizes(
+    sizes: Sequence[int],
+    capture_size: Callable[[int, Any], Any],
+    *,
+    what: str,
+    rows_each: int = 1,
+    show_progress: bool,
+    pool: Any = None,
+) -> tuple[Any, float]:
+    """Call `capture_size(size, pool)` for all sizes; returns (the memory pool, seconds).
+
+    The largest size comes first, so that smaller ones use its memory again; each call returns the
+    pool for the next. `sizes`: rising. `rows_each`: rows of a product, for each unit of a size.
+    """
+    start = time.perf_counter()
+    bar = tqdm(
+        reversed(sizes),
+        total=len(sizes),
+        desc=f"capturing CUDA graphs{what}",
+        unit="size",
+        disable=not show_progress,
+    )
+    with capturing():
+        for size in bar:
+            with products_of(size * rows_each):
+                pool = capture_size(size, pool)
+    return pool, time.perf_counter() - start
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Around all captures of one owner."""
+    with _no_garbage_collection(), torch.inference_mode():
+        yield
+
+
+@contextmanager
+def products_of(num_rows: int) -> Iterator[None]:
+    """Around a capture: let the faster library do matrix products of so many rows."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt" if num_rows <= _MAX_LT_SIZE else "cublas")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def size_table(sizes: Sequence[int]) -> list[int]:
+    """Any number up to the largest size -> the captured size (rising) that holds so many."""
+    table, index = [], 0
+    for number in range(sizes[-1] + 1):
+        if number > sizes[index]:
+            index += 1
+        table.append(sizes[index])
+    return table
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a capture could free tensors of another graph."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
