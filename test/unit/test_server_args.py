@@ -15,9 +15,11 @@ import pytest
 
 import sglang
 from sglang import cli
-from sglang.srt import server_args_validation as validation
+from sglang.srt import server_args_defaults
 from sglang.srt.environ import envs
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
+from sglang.srt.server_args_availability import NOT_BUILT, default_of, warn_ignored
+from sglang.srt.server_args_defaults import normalize
 from sglang.srt.server_args_fields import LEGACY_FLAGS, human_int
 from sglang.test.source_trees import syntax_tree
 
@@ -198,9 +200,9 @@ def test_check_sees_values_assigned_later() -> None:
         args.check()
 
 
-@pytest.mark.parametrize("row", validation.NOT_BUILT, ids=lambda row: row.field)
+@pytest.mark.parametrize("row", NOT_BUILT, ids=lambda row: row.field)
 def test_features_of_later_releases_are_refused_with_one_sentence(row: Any) -> None:
-    default = validation._default_of(row.field)
+    default = default_of(row.field)
     other: Any = {bool: True, int: 2, str: "x", float: 0.5}.get(type(default), "x")
     if isinstance(default, list):
         other = ["x.y"]
@@ -285,7 +287,7 @@ def _fields_read_by_the_program() -> set[str]:
     """
     read: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
-        if path.name in ("server_args_fields.py", "server_args_validation.py"):
+        if path.name.startswith("server_args_"):
             continue
         text = path.read_text(encoding="utf-8")
         if "args" not in text and "getattr" not in text:
@@ -308,15 +310,15 @@ def _fields_read_by_the_program() -> set[str]:
 def test_every_field_is_used_or_refused() -> None:
     read = _fields_read_by_the_program()
     assert {"page_size", "enable_metrics", "nccl_port"} <= read
-    refused = {row.field for row in validation.NOT_BUILT}
+    refused = {row.field for row in NOT_BUILT}
     fields = {spec.name for spec in dataclasses.fields(ServerArgs)}
     assert fields - read - refused == set()
 
 
 def test_what_a_cpu_has_no_use_for_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    validation.warn_ignored(_cpu())
+    warn_ignored(_cpu())
     assert not caplog.records
-    validation.warn_ignored(_cpu(cuda_graph_bs_decode=[1, 2], base_gpu_id=1))
+    warn_ignored(_cpu(cuda_graph_bs_decode=[1, 2], base_gpu_id=1))
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
         "--cuda-graph-bs-decode has no effect on CPU",
@@ -389,14 +391,14 @@ def test_hicache_layout_rules() -> None:
     args = _cpu()
     args.enable_hierarchical_cache = True
     args.hicache_mem_layout, args.hicache_io_backend = "page_first_direct", "kernel"
-    validation.normalize(args)
+    normalize(args)
     assert args.hicache_io_backend == "direct"
     args.hicache_mem_layout = "page_first"
-    validation.normalize(args)
+    normalize(args)
     assert args.hicache_mem_layout == "page_first_direct"
     args.hicache_storage_backend, args.hicache_mem_layout = "mooncake", "layer_first"
     args.hicache_io_backend = "kernel"
-    validation.normalize(args)
+    normalize(args)
     assert args.hicache_mem_layout == "page_first"
 
 
@@ -409,9 +411,9 @@ def test_a_host_pool_of_no_size_is_refused(ratio: float) -> None:
 
 def test_tiers_without_their_switch_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     storage = ("--hicache-storage-backend", "file")
-    validation.warn_ignored(_parse("--enable-hierarchical-cache", *storage))
+    warn_ignored(_parse("--enable-hierarchical-cache", *storage))
     assert not caplog.messages
-    validation.warn_ignored(_parse(*storage, "--hicache-ratio", 3))
+    warn_ignored(_parse(*storage, "--hicache-ratio", 3))
     assert caplog.messages == [
         "--hicache-ratio, --hicache-storage-backend: no effect without "
         "--enable-hierarchical-cache; KV is kept on the device only"
@@ -444,7 +446,7 @@ def test_speculation_without_its_algorithm_is_warned_about(
 ) -> None:
     args = _parse(*given)
     caplog.clear()
-    validation.warn_ignored(args)
+    warn_ignored(args)
     assert caplog.messages == ([] if message is None else [message])
 
 
@@ -462,7 +464,7 @@ def test_deterministic_inference_by_environment(monkeypatch: pytest.MonkeyPatch)
 
 def test_threads_default_to_the_cores_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(validation, "available_cpu_count", lambda: 12)
+    monkeypatch.setattr(server_args_defaults, "available_cpu_count", lambda: 12)
     assert _cpu(tp_size=2, dp_size=2).num_threads == 3
     assert _cpu(tp_size=16).num_threads == 1
     assert _cpu(num_threads=5).num_threads == 5
@@ -594,10 +596,10 @@ def test_storage_settings_without_storage_are_warned_about(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tiers = {"enable_hierarchical_cache": True}
-    validation.warn_ignored(_cpu(**tiers, hicache_storage_backend_extra_config="{}"))
+    warn_ignored(_cpu(**tiers, hicache_storage_backend_extra_config="{}"))
     assert "--hicache-storage-backend-extra-config: no effect" in caplog.text
     caplog.clear()
-    validation.warn_ignored(
+    warn_ignored(
         _cpu(**tiers, hicache_storage_backend="file", hicache_storage_backend_extra_config="{}")
     )
     assert not caplog.records

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang.srt.environ import envs
+from sglang.srt.server_args_availability import availability
+from sglang.srt.server_args_defaults import normalize
 from sglang.srt.server_args_fields import LEGACY_FLAGS, CliArg, ServerArgsFields
-from sglang.srt.server_args_validation import availability, normalize, validate
+from sglang.srt.server_args_validation import validate
 from sglang.srt.utils.liveness import LivenessCounter
 from sglang.srt.utils.network import NetworkAddress, get_free_ports
 from sglang.srt.utils.owned_folder import make_owned_folder, remove_owned_folder

@@ -1,8 +1,8 @@
 """The fields of `ServerArgs`: name, type, default, help text, choices. Data only.
 
 One field is one command-line flag (`page_size` is `--page-size`); the parser is generated from
-the metadata. What follows from the values (derived defaults, refusals) is in
-`server_args_validation`; the class that people construct is `server_args.ServerArgs`.
+the metadata. Derived defaults are in `server_args_defaults`, refusals in `server_args_validation`,
+what is missing in `server_args_availability`; people construct `server_args.ServerArgs`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SchedulerReady, ShutdownReq
 from sglang.srt.managers.ipc import PushChannel
 from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.server_args_validation import warn_ignored
+from sglang.srt.server_args_availability import warn_ignored
 from sglang.srt.utils.common import (
     get_exception_traceback,
     kill_process_tree,
