@@ -28,6 +28,7 @@ from sglang.test.eagle3_reference import ReferenceDraft, ReferenceTarget, run_ch
 from sglang.test.fakes.mini_runner import MiniRunner
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from sglang.training.eagle3.attention import attention_function
+from sglang.training.eagle3.dataset import DatasetBuilder
 from sglang.training.eagle3.draft import Eagle3Draft
 from sglang.training.eagle3.evaluation import decode_chain, simulate
 from sglang.training.eagle3.folders import DraftFolderError, read_draft
@@ -35,6 +36,7 @@ from sglang.training.eagle3.options import OptionsError, TrainOptions
 from sglang.training.eagle3.run import prepare, run_training
 from sglang.training.eagle3.samples import make_sample
 from sglang.training.eagle3.target import FrozenTarget, TargetError
+from sglang.training.eagle3.texts import Texts
 from sglang.training.eagle3.trainer import Trainer
 
 register_cpu_ci(est_time=40, suite="training")
@@ -227,6 +229,20 @@ def test_a_run_is_not_resumed_with_other_options_nor_overwritten(
         prepare(_options(target_folder, data_file, output, resume=True))
     with pytest.raises(OptionsError, match="--resume"):
         prepare(_options(target_folder, data_file, output))
+
+
+def test_every_prompt_is_answered_though_nothing_is_invented(target_folder: Path) -> None:
+    """A random target ends hardly any of the user turns that it is to invent."""
+    target = FrozenTarget(target_folder, torch.device("cpu"), torch.float32)
+    options = TrainOptions(
+        model=str(target_folder), builtin_prompts=12, self_prompts=4, write_batch=2,
+        answer_tokens=4, max_length=400, eval_prompts=0, eval_repeated=0, repetition_share=0,
+    )  # fmt: skip
+    builder = DatasetBuilder(options, target, Texts(target_folder, target.end_ids))
+    known = builder._known_prompts()
+    assert len(known) >= 10
+    written = [sample.token_ids.tolist() for sample in builder._write_answers(known)]
+    assert all(any(w[: len(p)] == p for w in written) for p in known)
 
 
 def test_published_names_and_types(draft_folder: Path, trained: Trainer) -> None:

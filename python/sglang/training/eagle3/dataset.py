@@ -153,9 +153,11 @@ class DatasetBuilder:
         greedy_credit = 0.0
         with bar(total, "write answers", "answer") as progress:
             for batch in self._prompt_batches(prompts):
-                batch = batch[: total - len(written)]
-                if not batch or time.monotonic() > self._deadline:
+                if len(written) >= total or time.monotonic() > self._deadline:
                     break
+                batch = batch[: total - len(written)]
+                if not batch:
+                    continue  # the target invented nothing that a user could have written
                 greedy_credit += options.greedy_share
                 is_greedy = greedy_credit >= 1
                 greedy_credit -= is_greedy
