@@ -123,6 +123,9 @@ def test_scheduler_counters_and_constants(registry: Any) -> None:
             context_len=2048,
             weight_memory_usage_gb=0.5,
             kv_cache_memory_usage_gb=0.25,
+            spec_num_steps=3,
+            spec_num_draft_tokens=4,
+            startup_available_gpu_memory_gb=7.5,
         )
     )
     sample = registry.get_sample_value
@@ -131,6 +134,7 @@ def test_scheduler_counters_and_constants(registry: Any) -> None:
     assert sample("sglang:num_retracted_input_tokens_total", SCHEDULER_KEYS) == 20
     assert sample("sglang:queue_time_seconds_count", SCHEDULER_KEYS) == 1
     assert sample("sglang:page_size", SCHEDULER_KEYS) == 16
+    assert sample("sglang:startup_available_gpu_memory_gb", SCHEDULER_KEYS) == 7.5
     assert b"_created" not in prometheus_client.generate_latest(registry)
     disk = {**SCHEDULER_KEYS, "source": "disk"}
     assert sample("sglang:weight_load_duration_seconds", disk) == 1.5
@@ -180,6 +184,23 @@ def test_inter_token_times_are_spread_over_the_new_tokens(registry: Any) -> None
     assert registry.get_sample_value("sglang:inter_token_latency_seconds_count", FRONT_KEYS) == 4
     labels = {**FRONT_KEYS, "le": "0.1"}
     assert registry.get_sample_value("sglang:inter_token_latency_seconds_bucket", labels) == 4
+
+
+@pytest.mark.parametrize("has_replicas", [False, True])
+def test_what_waits_in_front_has_the_labels_of_schedulers(
+    registry: Any, has_replicas: bool
+) -> None:
+    """Routers refuse all that a server says where the series of one name have different labels."""
+    labels = TokenizerLabels(
+        model_name="m", has_replicas=has_replicas, allowed_custom=["team"], extra={"zone": "a"}
+    )
+    TokenizerMetrics(labels, registry=registry).show_held(2, is_paused=False)
+    rank = SchedulerLabels(
+        model_name="m", dp_rank=1 if has_replicas else None, extra={"zone": "a"}
+    ).to_dict()
+    no_rank = {name: "" if name.endswith("_rank") else value for name, value in rank.items()}
+    assert registry.get_sample_value("sglang:num_queue_reqs", no_rank) == 2
+    assert registry.get_sample_value("sglang:num_paused_reqs", no_rank) == 0
 
 
 def test_custom_labels_are_taken_only_when_allowed(registry: Any) -> None:
@@ -271,7 +292,7 @@ path = set_prometheus_multiproc_dir()
 child = '''
 from sglang.srt.observability.metrics import *
 m = SchedulerMetrics(SchedulerLabels(model_name="m"))
-m.log_stats(SchedulerStats(num_running_reqs=4))
+m.log_stats(SchedulerStats(num_running_reqs=4, num_queue_reqs=2))
 m.count_decode(5)
 '''
 subprocess.run([sys.executable, "-c", child], check=True)
@@ -279,11 +300,12 @@ subprocess.run([sys.executable, "-c", child], check=True)
 from sglang.srt.observability.metrics import *
 from sglang.srt.utils import add_prometheus_middleware
 TokenizerMetrics(TokenizerLabels(model_name="m")).observe_inter_token(0.1, 1)
-TokenizerMetrics(TokenizerLabels(model_name="m")).observe_inter_token(0.1, 1)
+front = TokenizerMetrics(TokenizerLabels(model_name="m"))
+front.observe_inter_token(0.1, 1)
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 app = FastAPI()
-add_prometheus_middleware(app)
+add_prometheus_middleware(app, lambda: front.show_held(3, is_paused=True))
 answer = TestClient(app).get("/metrics", follow_redirects=False)
 assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
 sys.stdout.write(answer.text)
@@ -305,3 +327,10 @@ def test_the_metrics_of_all_processes_come_together(tmp_path: Path) -> None:
     ]
     assert (running, decoded, gaps) == (["4.0"], ["10.0"], ["2.0"])
     assert "_created" not in done.stdout
+    waiting = {k: v for k, v in values.items() if k.startswith("sglang:num_queue_reqs{")}
+    assert sorted(waiting.values()) == ["2.0", "3.0"], "the front's beside the scheduler's"
+    assert [('tp_rank="0"' in key) for key in sorted(waiting, key=lambda each: waiting[each])] == [
+        True,
+        False,
+    ]
+    assert "3.0" in [v for k, v in values.items() if k.startswith("sglang:num_paused_reqs{")]

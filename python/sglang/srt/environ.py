@@ -164,7 +164,9 @@ class Envs:
     )
     SGLANG_MAX_BATCH_SIZE = _int(65536, "Greatest accepted number of prompts in one request.")
     SGLANG_CONTROL_TIMEOUT = _float(
-        600.0, "Seconds that the front waits for a scheduler's reply to a control request."
+        600.0,
+        "Seconds that the front waits for a scheduler's reply to a control request; what was done "
+        "counts also where the reply comes later.",
     )
     SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT = _float(
         240.0,

@@ -34,6 +34,14 @@ def events(reply: requests.Response) -> list[Any]:
     return [json.loads(block) for block in blocks[:-1]]
 
 
+def gauge(server: SmallServer, name: str) -> float:
+    """The sum of its series, the front's and the scheduler's."""
+    lines = server.get("/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith(f"sglang:{name}{{")]
+    assert found, f"there is no {name}"
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
 def wait_for(condition: Any, timeout_s: float = 20) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -221,11 +229,15 @@ def test_pause_freezes_and_continue_finishes(server: SmallServer, mode: str) -> 
         assert not running.done() and not held.done()
         assert server.get("/health").status_code == 200
         assert server.get("/ready").status_code == 503
+        assert gauge(server, "num_queue_reqs") == (1 if mode == "in_place" else 2)
+        assert gauge(server, "num_paused_reqs") == (2 if mode == "in_place" else 1)
+        assert gauge(server, "num_running_reqs") == (1 if mode == "in_place" else 0)
         flushed = server.get("/flush_cache").status_code
         assert flushed == (200 if mode == "retract" else 400)
         server.post("/continue_generation", json={})
         assert running.result()["output_ids"] == want
         assert held.result()["meta_info"]["finish_reason"]["type"] == "length"
+    wait_for(lambda: gauge(server, "num_queue_reqs") == gauge(server, "num_paused_reqs") == 0)
 
 
 def test_pause_abort_drains(server: SmallServer) -> None:
@@ -302,3 +314,4 @@ def test_metrics(server: SmallServer) -> None:
         "sglang:token_usage",
     ):
         assert name in text, name
+    assert gauge(server, "startup_available_gpu_memory_gb") > 0

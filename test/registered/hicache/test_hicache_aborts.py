@@ -79,7 +79,7 @@ def assert_nothing_is_left(served: ServedScheduler, answers: list[list[int]]) ->
     store.plans.clear()
     store.delay_s = 0.0
     served.tree.prefetch_stop_policy = "wait_complete"
-    served.scheduler.forward_sleep_time = None
+    served.scheduler.brake.sleep_s = None
     served.settle()
     assert served.tree.prefetch_tokens_occupied == 0
     assert not served.tree.ongoing_prefetch
@@ -131,7 +131,7 @@ def done_and_waiting(served: ServedScheduler, rid: str) -> None:
     """All is in the tree, but two others run and it waits for its turn."""
     for number in range(2):
         served.submit([5, 6, number], 150, rid=f"running{number}", priority=9)
-    served.scheduler.forward_sleep_time = 0.005
+    served.scheduler.brake.sleep_s = 0.005
     served.run_until(lambda: len(served.scheduler.running_batch.reqs) == 2)
     served.submit(prompt(1), 4, rid=rid)
     served.run_until(lambda: rid in served.tree.prefetch_loaded_tokens_by_reqid)

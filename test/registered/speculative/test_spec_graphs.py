@@ -90,6 +90,8 @@ def both(
         assert worker.committed_lens[padding_row] == 0
         assert not worker.target_runner.req_to_token_pool.req_to_token[padding_row].any()
         assert worker.graphs is not None
+        num_replays = sum(worker.graphs.num_steps.values())
+        assert server.scheduler.reports.count_replays() == num_replays
         return worker.graphs.num_steps
 
 

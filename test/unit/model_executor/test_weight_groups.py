@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from sglang.srt.model_executor import weight_group_join as joining
 from sglang.srt.model_executor import weight_groups as module
+from sglang.srt.model_executor import weight_updater
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts
 from sglang.srt.model_executor.weight_updater import WeightUpdater, WeightUpdateResult
+from sglang.srt.utils.attempt import AttemptState
 from sglang.srt.utils.network import get_free_port
 from sglang.test.fakes.trainer_group import Opening, ThreadTrainer
 
@@ -168,3 +172,90 @@ def test_broadcasts_that_never_return_cost_a_timeout(
         assert not result.weights_mixed
         assert_holds(runner, weights(0))
         assert "Please call" in update(updater).message
+
+
+@pytest.fixture
+def dead_peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Groups are destroyed as NCCL's are whose other side is gone: not before an abort, or this."""
+    are_back = threading.Event()
+    aborted: list[dist.ProcessGroup] = []
+    destroy, abort = dist.destroy_process_group, dist.ProcessGroup.abort
+
+    def note_abort(group: dist.ProcessGroup) -> None:
+        aborted.append(group)
+        abort(group)
+
+    def wait_and_destroy(group: dist.ProcessGroup) -> None:
+        while group not in aborted and not are_back.wait(0.01):
+            continue
+        destroy(group)
+
+    monkeypatch.setattr(dist.ProcessGroup, "abort", note_abort)
+    monkeypatch.setattr(dist, "destroy_process_group", wait_and_destroy)
+    timer = threading.Timer(8, are_back.set)
+    timer.start()
+    yield are_back
+    are_back.set()
+    timer.cancel()
+
+
+def test_a_group_whose_trainer_died_is_opened_anew_at_once(
+    runner: Runner, updater: WeightUpdater, dead_peers: threading.Event
+) -> None:
+    first = ThreadTrainer("g")
+    opening = Opening(updater, *first.place())
+    first.join()
+    assert opening.wait().success
+    second = ThreadTrainer("g")
+    start = time.monotonic()
+    opening = Opening(updater, *second.place())
+    assert time.monotonic() - start < 2, "it waits for a trainer that will not come back"
+    second.join()
+    assert opening.wait().success and send(updater, second).success
+    assert_holds(runner, weights(0) | {UP: torch.ones(10, 24)})
+
+
+def test_leaving_a_trainer_that_died_costs_a_limited_time(
+    updater: WeightUpdater, dead_peers: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CLOSE_S", 0.5)
+    trainer = ThreadTrainer("g")
+    opening = Opening(updater, *trainer.place())
+    trainer.join()
+    assert opening.wait().success
+    start = time.monotonic()
+    assert updater.destroy_group("g").success
+    assert time.monotonic() - start < 3 and not dead_peers.is_set()
+
+
+def test_what_has_failed_by_agreement_stays_failed(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A join that is late on one rank may end between the agreement and the look at it."""
+    may_go_on = threading.Event()
+    wait_for_trainer, agree = joining.GroupJoin._wait_for_trainer, weight_updater.all_reduce_min
+    joins: list[joining.GroupJoin] = []
+
+    def wait(self: joining.GroupJoin) -> None:
+        joins.append(self)
+        may_go_on.wait(20)
+        wait_for_trainer(self)
+
+    def agree_then_end(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        values = agree(values, group)
+        if values.tolist() == [AttemptState.FAILED]:
+            may_go_on.set()
+            deadline = time.monotonic() + 10
+            while joins[0].state is not AttemptState.DONE and time.monotonic() < deadline:
+                time.sleep(0.005)
+        return values
+
+    monkeypatch.setattr(joining, "_GRACE_S", 0.0)
+    monkeypatch.setattr(joining.GroupJoin, "_wait_for_trainer", wait)
+    monkeypatch.setattr(weight_updater, "all_reduce_min", agree_then_end)
+    updater = make_updater(runner, UpdateTimeouts(join_s=0.2, receive_s=1))
+    trainer = ThreadTrainer("g")
+    trainer.join()
+    result = Opening(updater, *trainer.place()).wait(10)
+    assert not result.success and "the time is up" in result.message
+    assert "init_weights_update_group" in update(updater).message, "the group is open"

@@ -96,7 +96,6 @@ def updater(runner: Runner, tmp_path: Path) -> WeightUpdater:
         model_path=str(tmp_path / "old"),
         custom_weight_loaders=[
             f"{__name__}.halve",
-            f"{__name__}.rebind",
             f"{__name__}.insist",
             "sglang.srt.model_executor.model_runner._model_load_weights_direct",
         ],
@@ -173,10 +172,6 @@ def halve(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
         model.get_parameter(name).data.copy_(tensor / 2)
 
 
-def rebind(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
-    model.get_parameter(GATE_UP).data = dict(named)[GATE_UP]
-
-
 def insist(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
     assert not named, "no such tensor"
 
@@ -212,8 +207,6 @@ def test_custom_loaders(runner: Runner, updater: WeightUpdater) -> None:
     assert updater.update_from_tensor(pack([(GATE_UP, fused)]), f"{__name__}.halve").success
     assert torch.equal(runner.model.get_parameter(GATE_UP), fused / 2)
     assert runner.fingerprint.digest() == WeightsFingerprint().full(runner.model)
-    result = updater.update_from_tensor(pack([(GATE_UP, fused)]), f"{__name__}.rebind")
-    assert not result.success and "in place" in result.message and result.weights_mixed
 
 
 def test_custom_loaders_are_imported_at_start(runner: Runner) -> None:
@@ -338,6 +331,25 @@ def test_damaged_files_bring_the_old_ones_back(
     assert result.changed, "the weights were written, twice"
     assert_holds(runner, weights(0))
     assert updater.model_path == str(tmp_path / "old")
+
+
+def test_files_that_fail_before_anything_is_written_cost_nothing(
+    runner: Runner, updater: WeightUpdater, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even what was received after the old files."""
+    new = make_tiny_checkpoint(tmp_path / "new", seed=1, **SMALL)
+    assert updater.update_from_tensor(pack(list(weights(2).items()))).success
+    calls = runner.decode_runner.calls
+    monkeypatch.setattr(SafetensorsCheckpoint, "tensors", _breaks_after(0, "new"))
+    result = updater.update_from_disk(str(new))
+    assert not result.success and not result.weights_mixed and not result.changed
+    assert "damaged half-way" in result.message and "Restored" not in result.message
+    assert_holds(runner, weights(2))
+    assert runner.decode_runner.calls == calls
+    monkeypatch.undo()  # it is remembered that the files are not what is there
+    monkeypatch.setattr(SafetensorsCheckpoint, "tensors", _breaks_after(5, "new"))
+    assert "are lost" in updater.update_from_disk(str(new)).message
+    assert_holds(runner, weights(0))
 
 
 def test_mixed_until_a_complete_update(

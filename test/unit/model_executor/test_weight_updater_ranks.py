@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import (
@@ -142,6 +143,44 @@ def test_two_ranks_and_a_trainer(tmp_path: Path) -> None:
     ranks = first["checksum"]["ranks"]
     assert [rank["parallelism_info"][0]["tp_rank"] for rank in ranks] == [0, 1]
     assert ranks[0]["checksums"] != ranks[1]["checksums"]
+
+
+def one_rank_moves(model: nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
+    parameter = model.get_parameter(named[0][0])
+    if get_tp_group().rank == 1:
+        parameter.data = named[0][1]
+    elif named[0][1].any():
+        parameter.data.copy_(named[0][1])
+
+
+def _loader_user(rank: int, folder: str, ports: list[int]) -> list[Any]:
+    init_distributed(2, rank, f"tcp://127.0.0.1:{ports[0]}", timeout_s=30)
+    runner, loader = _Runner(folder), f"{__name__}.one_rank_moves"
+    updater = WeightUpdater(runner, model_path=folder, custom_weight_loaders=[loader])
+    norm, place = "model.norm.weight", runner.model.get_parameter("model.norm.weight").data_ptr()
+    said = []
+    for value in (0.0, 2.0):
+        entry = MultiprocessingSerializer.serialize([(norm, torch.full((24,), value))])
+        result = updater.update_from_tensor([entry, entry], loader)
+        assert not result.success
+        said.append((result.message, result.weights_mixed, runner.fingerprint.digest()))
+        assert runner.holds(weights(0)) is (value == 0 or rank == 1)
+    assert runner.model.get_parameter(norm).data_ptr() == place
+    entry = MultiprocessingSerializer.serialize(list(weights(1).items()))
+    assert not updater.update_from_tensor([entry, entry]).weights_mixed and runner.holds(weights(1))
+    destroy_distributed()
+    return said
+
+
+def test_a_loader_that_fails_on_one_rank_leaves_no_rank_behind(tmp_path: Path) -> None:
+    folder = str(make_tiny_checkpoint(tmp_path, **SMALL))
+    ports = get_free_ports(1)
+    users = [(_loader_user, (rank, folder, ports)) for rank in range(2)]
+    first, second = run_in_forks(*users)
+    assert first == second
+    unwritten, half = first
+    assert "model.norm.weight into other memory" in unwritten[0] and not unwritten[1]
+    assert half[1] and half[2] != unwritten[2], "rank 0 has written"
 
 
 def _joiner(rank: int, folder: str, ports: list[int]) -> list[str]:

@@ -60,6 +60,7 @@ def make_front(
 def _metrics(server_args: ServerArgs, manager: TokenizerManager) -> TokenizerMetrics:
     labels = TokenizerLabels(
         model_name=manager.served_model_name,
+        has_replicas=server_args.dp_size > 1,
         allowed_custom=server_args.tokenizer_metrics_allowed_custom_labels or (),
         extra=parse_extra_labels(server_args.extra_metric_labels),
     )

@@ -47,6 +47,7 @@ from sglang.srt.entrypoints.http_routes_native import health_generate
 from sglang.srt.entrypoints.http_state import (
     _GlobalState,
     get_global_state,
+    get_manager,
     set_global_state,
 )
 from sglang.srt.entrypoints.launch import (
@@ -207,7 +208,7 @@ app = create_app()
 def configure_app(application: FastAPI, server_args: ServerArgs) -> None:
     """Add the middleware that the settings ask for. Before the application serves."""
     if server_args.enable_metrics:
-        add_prometheus_middleware(application)
+        add_prometheus_middleware(application, lambda: get_manager().show_held())
         add_http_metrics(application)
     if server_args.api_key is not None or server_args.admin_api_key is not None:
         application.add_middleware(

@@ -28,7 +28,7 @@ from sglang.srt.managers.io_struct import (
     SetInternalStateReqOutput,
 )
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
-from sglang.srt.managers.scheduler_reports import SchedulerReports
+from sglang.srt.managers.scheduler_reports import Look, SchedulerReports
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ def make_report_handlers(
     reports: SchedulerReports,
     profiler: SchedulerProfiler,
     *,
-    load: Callable[[], dict[str, Any]],
+    look: Look,
     tiers: Callable[[], dict[str, Any]],
 ) -> dict[type, Handler]:
     """Message type -> handler that returns the reply.
 
-    `load` makes one entry of `/v1/loads`; `tiers` says what of the hierarchical cache can differ
-    from the settings.
+    `look` says where the scheduler's requests are; `tiers` says what of the hierarchical cache can
+    differ from the settings.
     """
 
     def handle_internal_state(recv: GetInternalStateReqInput) -> ControlReqOutput:
@@ -56,7 +56,7 @@ def make_report_handlers(
         return SetInternalStateReqOutput(updated=False)
 
     def handle_loads(recv: GetLoadsReqInput) -> ControlReqOutput:
-        return GetLoadsReqOutput(load=load())
+        return GetLoadsReqOutput(load=reports.load(look()))
 
     def handle_profile(recv: ProfileReqInput) -> ControlReqOutput:
         success, message = profiler.handle(recv)

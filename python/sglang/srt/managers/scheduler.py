@@ -38,7 +38,6 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqOutput,
     ShutdownReq,
     SlowDownReqInput,
-    SlowDownReqOutput,
     TokenizedGenerateReqInput,
     UpdateWeightVersionReqInput,
 )
@@ -47,7 +46,9 @@ from sglang.srt.managers.request_receiver import ReceivedStep
 from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddResult, PrefillAdder, SchedulePolicy
 from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
+from sglang.srt.managers.scheduler_reports import RequestsNow
 from sglang.srt.managers.scheduler_update_weights_mixin import SchedulerUpdateWeightsMixin
+from sglang.srt.managers.step_brake import StepBrake
 from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.srt.managers.waiting_queue import QueueLimits, WaitingQueue
 from sglang.srt.mem_cache.base_prefix_cache import MIXED_WEIGHTS
@@ -63,9 +64,6 @@ logger = logging.getLogger(__name__)
 
 # Waiting and running times are compared with their limits this often.
 TIMEOUT_SCAN_INTERVAL_S = 0.5
-
-# Longest accepted pause before each step (`/slow_down`).
-MAX_SLOW_DOWN_S = 60.0
 
 
 class Scheduler(SchedulerUpdateWeightsMixin):
@@ -102,7 +100,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.new_token_ratio = parts.new_token_ratio
         self.weight_version = config.weight_version
         self.is_paused = False  # retract / in_place pause
-        self.forward_sleep_time: float | None = None
+        self.brake = StepBrake()
         self.deferred_flush = DeferredFlush(
             flush=self.flush_cache,
             is_idle=lambda: self._is_no_request() and not self.tree_cache.has_pending_transfers(),
@@ -229,7 +227,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             if batch.forward_mode is ForwardMode.EXTEND:
                 self.last_batch = batch
         else:
-            self.reports.on_rest(self._counts())
+            self.reports.on_rest(self._requests_now)
         self.streamer.flush()
         self.deferred_flush.poll(self._now)
         if self.kv_events is not None:
@@ -243,7 +241,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         """Once each time the last request has gone: check every pool equation."""
         self.checker.check_idle()
         self.new_token_ratio.reset()
-        self.reports.on_idle()
+        self.reports.on_standstill(self._requests_now)
         self._idle_checked = True
 
     @property
@@ -356,7 +354,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
                 req.waited_s += max(self._serving_time - req.waiting_since, 0.0)
                 if not req.num_retractions:
                     self.reports.on_admission(req.waited_s)
-        self.reports.on_prefill(batch, adder, self._counts())
+        self.reports.on_prefill(batch, adder, self._requests_now)
         return batch
 
     def _continue_chunked(self, adder: PrefillAdder) -> bool:
@@ -444,15 +442,18 @@ class Scheduler(SchedulerUpdateWeightsMixin):
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Launch one step on the device. Collective over the TP ranks."""
         self.profiler.on_step()
-        if self.forward_sleep_time is not None:
-            time.sleep(self.forward_sleep_time)
-        return self.worker.forward_batch_generation(batch)
+        self.brake.before_step()
+        launched_at = self.reports.on_launch()
+        result = self.worker.forward_batch_generation(batch)
+        result.launched_at = launched_at
+        return result
 
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Read a step's result into its requests; release those that finished."""
         self.result_processor.process(batch, result, self._now)
+        self.reports.on_result(result.launched_at, result.ended_at)
         if batch.forward_mode is ForwardMode.DECODE:
-            self.reports.on_decode(self._counts())
+            self.reports.on_decode(self._requests_now)
 
     def _drain_results(self) -> None:
         """Bring the host up to date with everything that was launched."""
@@ -472,8 +473,14 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             step_shape=self.worker.step_shape,
         )
 
-    def _counts(self) -> tuple[int, int]:
-        return len(self.running_batch), len(self.waiting_queue)
+    def _requests_now(self) -> RequestsNow:
+        return RequestsNow(
+            decoding=self.running_batch.reqs,
+            holding=self._held_requests(),
+            waiting=list(self.waiting_queue),
+            num_grammar=len(self.grammar_manager),
+            is_paused=self.is_paused,
+        )
 
     # ---------------------------------------------------------------------------------------
     # Requests in
@@ -619,9 +626,9 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             FlushCacheReqInput: lambda recv: self.deferred_flush.handle(recv, self._now),
             PauseGenerationReqInput: self.pause_generation,
             ContinueGenerationReqInput: self.continue_generation,
-            SlowDownReqInput: self._handle_slow_down,
+            SlowDownReqInput: self.brake.handle,
             **make_report_handlers(
-                self.reports, self.profiler, load=self._load, tiers=self._tier_state
+                self.reports, self.profiler, look=self._requests_now, tiers=self._tier_state
             ),
             UpdateWeightVersionReqInput: self.update_weight_version,
         }
@@ -694,7 +701,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.reports.reset_counters()
         if empty_cache:
             current_platform().empty_cache()
-        self.reports.on_idle()
+        self.reports.on_standstill(self._requests_now)
         logger.info("Cache flushed successfully!")
         return True
 
@@ -724,6 +731,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.is_paused = True
         if recv.mode == "retract":
             self._retract_running()
+        self.reports.on_standstill(self._requests_now)
         return PauseGenerationReqOutput()
 
     def continue_generation(self, recv: ContinueGenerationReqInput) -> ContinueGenerationReqOutput:
@@ -775,24 +783,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         for req in [*self._held_requests(), *self.waiting_queue, *self.grammar_manager.pending()]:
             req.weight_versions.change(version, len(req.output_ids))
 
-    def _load(self) -> dict[str, Any]:
-        return self.reports.load(
-            running=self._held_requests(),
-            waiting=list(self.waiting_queue),
-            num_grammar=len(self.grammar_manager),
-            is_paused=self.is_paused,
-        )
-
     def _tier_state(self) -> dict[str, Any]:
         """What of the cache's tiers can differ from the settings, for `/server_info`."""
         if self.hicache_control is None:
             return {}
         return {**self.hicache_control.status(), "hicache_draft_synced": self.hicache_draft_synced}
-
-    def _handle_slow_down(self, recv: SlowDownReqInput) -> SlowDownReqOutput:
-        seconds = recv.forward_sleep_time
-        if seconds is not None and not 0 <= seconds <= MAX_SLOW_DOWN_S:
-            wanted = f"forward_sleep_time must be in [0, {MAX_SLOW_DOWN_S}] seconds."
-            return SlowDownReqOutput(success=False, message=wanted)
-        self.forward_sleep_time = seconds
-        return SlowDownReqOutput()

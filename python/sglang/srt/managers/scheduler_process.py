@@ -49,6 +49,7 @@ from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
 from sglang.srt.mem_cache.state_snapshots import StateSnapshots
 from sglang.srt.mem_cache.storage.backend_factory import check_storage_options
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
 from sglang.srt.model_executor.prefill_graph_runner import capture_token_counts
@@ -60,7 +61,7 @@ from sglang.srt.observability.metrics import (
     SchedulerMetrics,
     parse_extra_labels,
 )
-from sglang.srt.platforms import init_platform
+from sglang.srt.platforms import current_platform, init_platform
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_runner import draft_kv
@@ -313,6 +314,7 @@ def build_scheduler(setup: RankSetup) -> Scheduler:
             results=results,
             metrics=metrics,
             new_token_ratio=new_token_ratio,
+            count_replays=lambda: _count_replays(setup),
         ),
         profiler=SchedulerProfiler(setup.tp_rank, setup.dp_rank),
         new_token_ratio=new_token_ratio,
@@ -546,9 +548,20 @@ def _make_metrics(setup: RankSetup) -> SchedulerMetrics | None:
             context_len=ready.context_len,
             weight_memory_usage_gb=ready.memory_usage["weight"],
             kv_cache_memory_usage_gb=ready.memory_usage["kv_cache"],
+            spec_num_steps=server_args.speculative_num_steps or 0,
+            spec_num_draft_tokens=server_args.speculative_num_draft_tokens or 0,
+            startup_available_gpu_memory_gb=current_platform().memory_info().free_bytes / 1e9,
         )
     )
     return metrics
+
+
+def _count_replays(setup: RankSetup) -> int:
+    """CUDA graphs that were replayed so far: of plain decode steps, or of parts of others."""
+    plain = setup.target_worker.model_runner.decode_runner
+    num_plain = plain.num_steps if isinstance(plain, CudaGraphRunner) else 0
+    graphs = setup.draft_worker.graphs if setup.draft_worker is not None else None
+    return num_plain + (sum(graphs.num_steps.values()) if graphs is not None else 0)
 
 
 def _report_facts(setup: RankSetup) -> ReportFacts:

@@ -5,10 +5,11 @@ Reads counters and lengths; changes nothing but its own statistics. Scheduler th
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,33 @@ class ReportFacts:
     is_logging_rank: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsNow:
+    """Where the requests of a scheduler are at one moment."""
+
+    decoding: Sequence[Req]
+    holding: Sequence[Req]  # slots: those, and whose prompts are being computed
+    waiting: Sequence[Req]
+    num_grammar: int  # that wait for a grammar
+    is_paused: bool
+
+    @property
+    def num_paused(self) -> int:
+        return len(self.holding) if self.is_paused else 0
+
+    @property
+    def num_retracted(self) -> int:
+        return sum(req.num_retractions > 0 for req in self.waiting)
+
+
+Look = Callable[[], RequestsNow]
+
+
 class SchedulerReports:
-    """Statistics of one scheduler."""
+    """Statistics of one scheduler.
+
+    A window is the time between two reports of decode steps, without the time at rest.
+    """
 
     def __init__(
         self,
@@ -46,19 +72,28 @@ class SchedulerReports:
         results: BatchResultProcessor,
         metrics: SchedulerMetrics | None,
         new_token_ratio: NewTokenRatio,
+        count_replays: Callable[[], int] = lambda: 0,
     ) -> None:
+        """`count_replays`: captured steps, or parts of one, that were replayed so far."""
         self.facts = facts
         self.tree_cache = tree_cache
         self.allocator = allocator
         self.results = results
         self.metrics = metrics
         self.new_token_ratio = new_token_ratio
+        self.count_replays = count_replays
         self.startup_s = 0.0  # set by the process's entry, once everything is built
         self.last_gen_throughput = 0.0
         self.cache_hit_rate = 0.0
         self.num_retracted_total = 0
         self._decode_steps = 0
-        self._shown_host_tokens = (0, 0)
+        self._shown: tuple[object, ...] = ()
+        self._is_resting = True  # no step since all results were read
+        self._busy_s = 0.0  # of the window: a step was in flight
+        self._busy_until = 0.0
+        self.occupancy = 0.0  # of the last window: share of time with a step in flight
+        self._replays_seen = 0
+        self._is_replaying = False  # the decode steps of the last window were captured ones
         self._window_start = time.perf_counter()
         self._window_tokens = 0
         self._window_spec = (0, 0)  # verifications and accepted drafts at its start
@@ -77,15 +112,30 @@ class SchedulerReports:
         if self.metrics is not None:
             self.metrics.observe_weight_load(source, elapsed_s)
 
-    def on_prefill(
-        self, batch: ScheduleBatch, adder: PrefillAdder, counts: tuple[int, int]
-    ) -> None:
-        """A prefill step was launched. `counts`: running and waiting requests."""
+    def on_launch(self) -> float:
+        """A step begins; returns when, by `time.perf_counter`."""
+        now = time.perf_counter()
+        if self._is_resting:
+            self._is_resting = False
+            self._start_window(now)
+        return now
+
+    def on_result(self, launched_at: float, ended_at: float) -> None:
+        """A step's result was read. Times by `time.perf_counter`; steps come in their order."""
+        self._busy_s += max(0.0, ended_at - max(launched_at, self._busy_until))
+        self._busy_until = ended_at
+
+    def on_prefill(self, batch: ScheduleBatch, adder: PrefillAdder, look: Look) -> None:
+        """A prefill step is about to be launched; `look` does not see it yet."""
         seen = adder.hit_tokens + adder.input_tokens
         self.cache_hit_rate = adder.hit_tokens / seen if seen else 0.0
+        if self.metrics is None and not self.facts.is_logging_rank:
+            return
+        now = look()
         if self.metrics is not None:
             self.metrics.count_prefill(adder.input_tokens, adder.hit_tokens)
-            self._log_stats(counts)
+            holding = list(dict.fromkeys([*now.holding, *batch.reqs]))
+            self._log_stats(dataclasses.replace(now, holding=holding))
         if self.facts.is_logging_rank:
             logger.info(
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, "
@@ -94,27 +144,31 @@ class SchedulerReports:
                 adder.input_tokens,
                 adder.hit_tokens,
                 self.token_usage,
-                *counts,
+                *(len(now.decoding), len(now.waiting)),
             )
 
-    def on_decode(self, counts: tuple[int, int]) -> None:
-        """The result of a decode step was read. `counts`: see above."""
+    def on_decode(self, look: Look) -> None:
+        """The result of a decode step was read."""
         self._decode_steps += 1
         if self._decode_steps % self.facts.decode_log_interval:
             return
         self._close_window()
-        if self.metrics is not None:
-            self._log_stats(counts)
+        replays = self.count_replays()
+        self._is_replaying, self._replays_seen = replays > self._replays_seen, replays
+        if self.metrics is None and not self.facts.is_logging_rank:
+            return
+        now = look()
+        self._log_stats(now)
         if self.facts.is_logging_rank:
             logger.info(
                 "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, "
                 "%sgen throughput (token/s): %.2f, #queue-req: %d",
-                counts[0],
+                len(now.decoding),
                 self.num_used_tokens,
                 self.token_usage,
                 self._accept_words(),
                 self.last_gen_throughput,
-                counts[1],
+                len(now.waiting),
             )
 
     def _accept_words(self) -> str:
@@ -138,17 +192,20 @@ class SchedulerReports:
             new_ratio,
         )
 
-    def on_idle(self) -> None:
-        """The last request has gone."""
+    def on_standstill(self, look: Look) -> None:
+        """All results were read, and no step follows for now: a pause, or nobody is left."""
         self._close_window()
-        self.last_gen_throughput = 0.0
+        self._is_resting = True
+        self.last_gen_throughput = self.occupancy = 0.0
         if self.metrics is not None:
-            self._log_stats((0, 0))
+            self._log_stats(look())
 
-    def on_rest(self, counts: tuple[int, int]) -> None:
-        """An iteration without a step: show what transfers have changed. `counts`: see above."""
-        if self.metrics is not None and self._host_tokens() != self._shown_host_tokens:
-            self._log_stats(counts)
+    def on_rest(self, look: Look) -> None:
+        """An iteration without a step: show what messages and transfers have changed."""
+        if self.metrics is not None:
+            now = look()
+            if self._facts_of(now) != self._shown:
+                self._log_stats(now)
 
     def reset_counters(self) -> None:
         """Back to zero, as a cache flush demands."""
@@ -160,11 +217,13 @@ class SchedulerReports:
         self._start_window(time.perf_counter())
 
     def _close_window(self) -> None:
-        """Throughput and token counter of the time since the last call."""
+        """Throughput, occupancy and token counter of the time since the last call."""
         now = time.perf_counter()
         generated = self.results.num_generated_tokens - self._window_tokens
         elapsed = now - self._window_start
         self.last_gen_throughput = generated / elapsed if elapsed > 0 else 0.0
+        # A step that began in the window before is counted in the one in which it ended.
+        self.occupancy = min(1.0, self._busy_s / elapsed) if elapsed > 0 else 0.0
         if self.metrics is not None:
             self.metrics.count_decode(generated)
         self._close_spec_window()
@@ -183,6 +242,7 @@ class SchedulerReports:
 
     def _start_window(self, now: float) -> None:
         self._window_start = now
+        self._busy_s = 0.0
         self._window_tokens = self.results.num_generated_tokens
 
     # -- state ----------------------------------------------------------------------------------
@@ -197,14 +257,27 @@ class SchedulerReports:
     def token_usage(self) -> float:
         return self.num_used_tokens / self.allocator.size
 
-    def _log_stats(self, counts: tuple[int, int]) -> None:
+    def _facts_of(self, now: RequestsNow) -> tuple[object, ...]:
+        """What may change without a step."""
+        counts = (len(now.holding), len(now.waiting), now.num_grammar, now.is_paused)
+        return (*counts, self._host_tokens())
+
+    def _log_stats(self, now: RequestsNow) -> None:
         if self.metrics is None:
             return
-        host_used, host_total = self._shown_host_tokens = self._host_tokens()
+        self._shown = self._facts_of(now)
+        host_used, host_total = self._host_tokens()
         self.metrics.log_stats(
             SchedulerStats(
-                num_running_reqs=counts[0],
-                num_queue_reqs=counts[1],
+                num_running_reqs=len(now.holding),
+                num_queue_reqs=len(now.waiting),
+                num_grammar_queue_reqs=now.num_grammar,
+                num_retracted_reqs=now.num_retracted,
+                num_paused_reqs=now.num_paused,
+                decode_sum_seq_lens=sum(req.seq_len for req in now.decoding),
+                utilization=self._utilization(now),
+                fwd_occupancy=self.occupancy,
+                is_cuda_graph=float(self._is_replaying),
                 num_used_tokens=self.num_used_tokens,
                 token_usage=self.token_usage,
                 gen_throughput=self.last_gen_throughput,
@@ -244,18 +317,14 @@ class SchedulerReports:
             "num_retracted_requests_total": self.num_retracted_total,
         }
 
-    def load(
-        self,
-        *,
-        running: Sequence[Req],
-        waiting: Sequence[Req],
-        num_grammar: int,
-        is_paused: bool,
-    ) -> dict[str, Any]:
+    def _utilization(self, now: RequestsNow) -> float:
+        return len(now.holding) / self.facts.max_running_requests
+
+    def load(self, now: RequestsNow) -> dict[str, Any]:
         """One entry of `/v1/loads`."""
         used = self.num_used_tokens
+        running, waiting, num_grammar = now.holding, now.waiting, now.num_grammar
         waiting_tokens = sum(len(r.origin_input_ids) + len(r.output_ids) for r in waiting)
-        num_retracted = sum(r.num_retractions > 0 for r in waiting)
         return {
             "timestamp": time.time(),
             "dp_rank": self.facts.dp_rank,
@@ -271,7 +340,8 @@ class SchedulerReports:
             "token_usage": used / self.allocator.size,
             "gen_throughput": self.last_gen_throughput,
             "cache_hit_rate": self.cache_hit_rate,
-            "utilization": len(running) / self.facts.max_running_requests,
+            "utilization": self._utilization(now),
+            **self._speculative_load(),
             "memory": {
                 "weight_gb": self.facts.memory_usage["weight"],
                 "kv_cache_gb": self.facts.memory_usage["kv_cache"],
@@ -281,10 +351,16 @@ class SchedulerReports:
             "queues": {
                 "waiting": len(waiting),
                 "grammar": num_grammar,
-                "paused": len(running) if is_paused else 0,
-                "retracted": num_retracted,
+                "paused": now.num_paused,
+                "retracted": now.num_retracted,
             },
         }
+
+    def _speculative_load(self) -> dict[str, Any]:
+        if self.results.spec_total is None:
+            return {}
+        rates = {"accept_length": self.accept_length, "accept_rate": self.accept_rate}
+        return {"speculative": rates}
 
     @staticmethod
     def freeze_gc() -> None:

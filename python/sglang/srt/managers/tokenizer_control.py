@@ -2,7 +2,11 @@
 
 `TokenizerControl` owns the table of outstanding control ids. It is handed a function that sends a
 message to all replicas; the tokenizer manager's receive loop feeds it the replies. Replies are
-matched by `control_id`, never by order. Event loop thread only.
+matched by `control_id`, never by order.
+
+What the schedulers have done holds, also where they say so after the requester gave up: what the
+replies change here (`adopt`) is changed when the last replica's has come, in time or late. Late
+ones are told in the log. Event loop thread only.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ import asyncio
 import logging
 import math
 import re
+import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.environ import envs
@@ -39,7 +44,6 @@ from sglang.srt.managers.io_struct import (
     SetInternalStateReqInput,
     SetInternalStateReqOutput,
     SlowDownReqInput,
-    UpdateWeightVersionReqInput,
 )
 from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
 
@@ -51,10 +55,17 @@ _PROFILE_ACTIVITIES = ("CPU", "GPU")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
+# Takes over into the front's state what the replies of all replicas, in rank order, say.
+Adopt = Callable[[list[Any]], None]
+
+
 @dataclass(slots=True)
 class _Pending:
-    replies: dict[int, ControlReqOutput]  # by data-parallel rank
+    message: ControlReqInput
+    adopt: Adopt | None
     future: asyncio.Future[list[ControlReqOutput]]
+    replies: dict[int, ControlReqOutput] = field(default_factory=dict)  # by data-parallel rank
+    given_up_at: float | None = None  # by whom it was asked for, monotonic time
 
 
 def merge_messages(replies: Sequence[ControlReqOutput]) -> str:
@@ -76,16 +87,16 @@ def _check_profile(message: ProfileReqInput) -> None:
         raise RequestError(
             f"activities must be among {', '.join(_PROFILE_ACTIVITIES)}, got {unknown[0]!r}."
         )
-    for field in ("profile_id", "profile_prefix"):
-        name = getattr(message, field)
+    for option in ("profile_id", "profile_prefix"):
+        name = getattr(message, option)
         if name and not _PLAIN_NAME.fullmatch(name):
             raise RequestError(
-                f"{field} must be up to 100 letters, digits, dots, dashes and underscores."
+                f"{option} must be up to 100 letters, digits, dots, dashes and underscores."
             )
-    for field in ("start_step", "num_steps"):
-        value = getattr(message, field)
+    for option in ("start_step", "num_steps"):
+        value = getattr(message, option)
         if value is not None and value < 0:
-            raise RequestError(f"{field} must be >= 0, got {value}.")
+            raise RequestError(f"{option} must be >= 0, got {value}.")
 
 
 class TokenizerControl:
@@ -98,18 +109,25 @@ class TokenizerControl:
 
     # -- mechanism ------------------------------------------------------------------------------
 
-    async def request(self, message: ControlReqInput, timeout_s: float | None = None) -> list[Any]:
+    async def request(
+        self,
+        message: ControlReqInput,
+        timeout_s: float | None = None,
+        *,
+        adopt: Adopt | None = None,
+    ) -> list[Any]:
         """Send to all replicas; return their replies in rank order.
 
-        Raises EngineUnavailableError when one does not answer within `timeout_s` (default
+        `adopt(replies)` is called once all have come, be it after this has raised. Raises
+        EngineUnavailableError when one does not answer within `timeout_s` (default
         `SGLANG_CONTROL_TIMEOUT`) or a scheduler dies meanwhile.
         """
         limit_s = envs.SGLANG_CONTROL_TIMEOUT.get() if timeout_s is None else timeout_s
         message.control_id = control_id = uuid.uuid4().hex
-        pending = _Pending({}, asyncio.get_running_loop().create_future())
+        self._send_to_all(message)
+        pending = _Pending(message, adopt, asyncio.get_running_loop().create_future())
         self._pending[control_id] = pending
         try:
-            self._send_to_all(message)
             async with asyncio.timeout(limit_s):
                 return await pending.future
         except TimeoutError:
@@ -120,23 +138,33 @@ class TokenizerControl:
                 status_code=504,
             ) from None
         finally:
-            del self._pending[control_id]
+            # Left there by those who were not answered, for the replies that may come yet.
+            pending.given_up_at = time.monotonic()
 
     def on_reply(self, reply: ControlReqOutput) -> None:
         """Take in one reply; called by the receive loop."""
         pending = self._pending.get(reply.control_id or "")
-        if pending is None:  # its requester gave up
-            logger.warning("Dropped a late %s", type(reply).__name__)
+        if pending is None:
+            logger.warning("Dropped a %s that nobody asked for", type(reply).__name__)
             return
+        if pending.given_up_at is not None:
+            _tell_late(pending, reply)
         pending.replies[reply.dp_rank] = reply
-        if len(pending.replies) == self._dp_size and not pending.future.done():
-            pending.future.set_result([pending.replies[r] for r in sorted(pending.replies)])
+        if len(pending.replies) < self._dp_size:
+            return
+        del self._pending[reply.control_id or ""]
+        replies = [pending.replies[rank] for rank in sorted(pending.replies)]
+        if pending.adopt is not None:
+            pending.adopt(replies)
+        if not pending.future.done():
+            pending.future.set_result(replies)
 
     def fail_all(self, message: str) -> None:
         """Wake every requester with an error: the engine is gone."""
         for pending in self._pending.values():
             if not pending.future.done():
                 pending.future.set_exception(EngineUnavailableError(message))
+        self._pending = {}
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -158,9 +186,9 @@ class TokenizerControl:
     async def pause(self, mode: str) -> None:
         require_success(await self.request(PauseGenerationReqInput(mode=mode)), "Pause")
 
-    async def resume(self, torch_empty_cache: bool) -> None:
+    async def resume(self, torch_empty_cache: bool, adopt: Adopt | None = None) -> None:
         message = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
-        require_success(await self.request(message), "Continue")
+        require_success(await self.request(message, adopt=adopt), "Continue")
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
         """One dict per replica, see `/server_info`."""
@@ -218,8 +246,12 @@ class TokenizerControl:
     async def freeze_gc(self) -> None:
         require_success(await self.request(FreezeGCReqInput()), "Freezing the collector")
 
-    async def update_weight_version(self, new_version: str, abort_all_requests: bool) -> None:
-        message = UpdateWeightVersionReqInput(
-            new_version=new_version, abort_all_requests=abort_all_requests
-        )
-        require_success(await self.request(message), "Weight version update")
+
+def _tell_late(pending: _Pending, reply: ControlReqOutput) -> None:
+    asked = type(pending.message).__name__
+    late_s = time.monotonic() - (pending.given_up_at or 0.0)
+    outcome = "success" if reply.success else "failure"
+    logger.warning(
+        "Replica %d answered a %s %.1f s too late for its client: %s",
+        *(reply.dp_rank, asked, late_s, ", ".join(filter(None, (outcome, reply.message)))),
+    )

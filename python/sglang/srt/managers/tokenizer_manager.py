@@ -32,6 +32,7 @@ from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
     ConfigureLoggingReq,
     ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
     ControlReqOutput,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
@@ -120,6 +121,7 @@ class TokenizerManager:
         self.is_pause = False
         self.is_pause_cond = asyncio.Condition()
         self._pause_mode: str | None = None
+        self._num_pauses = 0  # that were asked for
         self._pause_timer: asyncio.TimerHandle | None = None
         self.model_update_lock = RWLock()
         self.last_receive_time = time.monotonic()
@@ -277,6 +279,11 @@ class TokenizerManager:
             for state in self.rid_to_state.values()
             if state.phase is Phase.HELD and not state.rid.startswith(HEALTH_CHECK_RID_PREFIX)
         ]
+
+    def show_held(self) -> None:
+        """Bring the gauges of what waits here, unknown to the schedulers, up to date."""
+        if self.metrics is not None:
+            self.metrics.show_held(len(self._held()), is_paused=self.is_holding)
 
     def _unregister(self, states: list[ReqState]) -> None:
         """Drop the requests from the table; abort those that still run.
@@ -596,6 +603,7 @@ class TokenizerManager:
         self._check_alive()
         async with self.is_pause_cond:
             self.is_pause = True
+            self._num_pauses += 1
             self._arm_pause_timer()
             if obj.mode != "abort":
                 self._pause_mode = obj.mode
@@ -638,23 +646,29 @@ class TokenizerManager:
     async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
         """End a pause and let held requests go. Harmless when not paused."""
         async with self.is_pause_cond:
-            await self.control.resume(obj.torch_empty_cache)
-            self._cancel_pause_timer()
-            self.is_pause = False
-            self._pause_mode = None
-            self.is_pause_cond.notify_all()
+            ended = self._num_pauses
+
+            def end_pause(replies: list[ContinueGenerationReqOutput]) -> None:
+                # The schedulers that say so late have been told of a later pause.
+                if self._num_pauses == ended and all(reply.success for reply in replies):
+                    self._cancel_pause_timer()
+                    self.is_pause = False
+                    self._pause_mode = None
+                    self._spawn(self._notify_held())
+
+            await self.control.resume(obj.torch_empty_cache, end_pause)
 
     @asynccontextmanager
     async def weight_update_guard(self, abort_all_requests: bool = False) -> AsyncIterator[None]:
         """Around a weight update: nothing is generated under half of the new weights.
 
-        Waits for the requests in flight, later ones queue behind; while paused the update starts
-        at once and `continue_generation` waits for it.
+        Waits for the requests in flight, later ones queue behind; while none is sent (paused, or
+        without memory) the update starts at once and `continue_generation` waits for it.
         """
         if abort_all_requests:
             self.abort_request(abort_all=True)
         async with self.is_pause_cond:
-            if self.is_pause:
+            if self.is_holding:
                 yield
                 return
         async with self.model_update_lock.writer_lock():
@@ -664,8 +678,7 @@ class TokenizerManager:
         """Stamp a new label on the weights in use; returns when every scheduler has it."""
         if obj.abort_all_requests:
             self.abort_request(abort_all=True)
-        await self.control.update_weight_version(obj.new_version, obj.abort_all_requests)
-        self.weights.state.version = obj.new_version
+        await self.weights.set_version(obj)
 
     # Documented names; `request` is the HTTP request or None and is not looked at.
 

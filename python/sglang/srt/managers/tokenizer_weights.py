@@ -1,8 +1,9 @@
 """The front's side of weights and memory: which updates may start when, and what they change here.
 
 `TokenizerWeights` owns what clients are told of the weights: version, model path, whether they are
-mixed, which memory is released. The schedulers do the work. Every method returns once all replicas
-have answered. Event loop thread only.
+mixed, which memory is released. The schedulers do the work, and what they say of it holds, also
+where it comes after a call's time-out. Every method returns once all replicas have answered.
+Event loop thread only.
 """
 
 from __future__ import annotations
@@ -30,11 +31,18 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+    UpdateWeightVersionReqOutput,
     WeightUpdateReqInput,
     WeightUpdateReqOutput,
 )
 from sglang.srt.managers.request_errors import RequestError
-from sglang.srt.managers.tokenizer_control import TokenizerControl, merge_messages, require_success
+from sglang.srt.managers.tokenizer_control import (
+    Adopt,
+    TokenizerControl,
+    merge_messages,
+    require_success,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +109,7 @@ class TokenizerWeights:
         if self._dp_size > 1:
             return _one_replica_only("init_weights_update_group")
         limit_s = envs.SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT.get() + envs.SGLANG_CONTROL_TIMEOUT.get()
-        return self._result(await self._control.request(obj, limit_s))
+        return _result(await self._control.request(obj, limit_s, adopt=self._note))
 
     async def destroy_group(self, obj: DestroyWeightsUpdateGroupReqInput) -> WeightResult:
         return await self._call(obj)
@@ -130,27 +138,35 @@ class TokenizerWeights:
 
     async def from_disk(self, obj: UpdateWeightFromDiskReqInput) -> WeightResult:
         """Load a checkpoint; its path becomes the model's path and name."""
-        result = await self._update(obj)
-        if result.success:
-            self.state.model_path = self.state.served_model_name = obj.model_path
-        return result
+        return await self._update(obj, model_path=obj.model_path)
 
-    async def _update(self, obj: WeightUpdateReqInput) -> WeightResult:
-        async with self._guard(obj.abort_all_requests):
-            result = await self._call(obj)
-            if result.success and obj.weight_version is not None:
+    async def set_version(self, obj: UpdateWeightVersionReqInput) -> None:
+        """Put another label on the weights in use. Raises RequestError."""
+
+        def adopt(replies: list[UpdateWeightVersionReqOutput]) -> None:
+            if all(reply.success for reply in replies):
+                self.state.version = obj.new_version
+
+        require_success(await self._control.request(obj, adopt=adopt), "Weight version update")
+
+    async def _update(
+        self, obj: WeightUpdateReqInput, model_path: str | None = None
+    ) -> WeightResult:
+        def adopt(replies: list[WeightUpdateReqOutput]) -> None:
+            self._note(replies)
+            if not all(reply.success for reply in replies):
+                return
+            if obj.weight_version is not None:
                 self.state.version = obj.weight_version
-        return result
+            if model_path is not None:
+                self.state.model_path = self.state.served_model_name = model_path
 
-    async def _call(self, obj: ControlReqInput) -> WeightResult:
+        async with self._guard(obj.abort_all_requests):
+            return await self._call(obj, adopt)
+
+    async def _call(self, obj: ControlReqInput, adopt: Adopt | None = None) -> WeightResult:
         with self._running():
-            return self._result(await self._control.request(obj))
-
-    def _result(self, replies: list[WeightUpdateReqOutput]) -> WeightResult:
-        self._note(replies)
-        success = all(reply.success for reply in replies)
-        said = [reply for reply in replies if reply.success == success]
-        return WeightResult(success, merge_messages(said))
+            return _result(await self._control.request(obj, adopt=adopt or self._note))
 
     def _note(self, replies: Iterable[WeightUpdateReqOutput]) -> None:
         was_mixed = self.state.is_mixed
@@ -195,8 +211,9 @@ class TokenizerWeights:
         """Checksum, snapshot, reset or compare; a reset waits for running requests."""
         async with self._guard_reset(obj):
             with self._running():
-                replies: list[CheckWeightsReqOutput] = await self._control.request(obj)
-        self._note(replies)
+                replies: list[CheckWeightsReqOutput] = await self._control.request(
+                    obj, adopt=self._note
+                )
         success = all(reply.success for reply in replies)
         said = [reply for reply in replies if reply.success == success]
         return CheckResult(
@@ -231,6 +248,12 @@ class TokenizerWeights:
             result = await self._call(obj)
         if not result.success:
             raise RequestError(result.message)
+
+
+def _result(replies: list[WeightUpdateReqOutput]) -> WeightResult:
+    success = all(reply.success for reply in replies)
+    said = [reply for reply in replies if reply.success == success]
+    return WeightResult(success, merge_messages(said))
 
 
 def _one_replica_only(what: str) -> WeightResult:

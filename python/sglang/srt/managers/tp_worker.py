@@ -63,6 +63,7 @@ class GenerationBatchResult:
     # int64 [2, b or more], where `next_token_ids` and `nan_rows` are parts of it.
     report: torch.Tensor | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
+    launched_at: float = 0.0  # by `time.perf_counter`; set by the scheduler
     # Set by `resolve`: when (by `time.perf_counter`), and whether that was so before it was called.
     ended_at: float = 0.0
     was_done: bool = False

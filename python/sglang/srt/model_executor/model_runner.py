@@ -29,6 +29,9 @@ from sglang.srt.mem_cache.hybrid_kv_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.memory_pool import KVCache, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner, why_not_supported
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
+from sglang.srt.model_executor.custom_weight_loader import (
+    _model_load_weights_direct as _model_load_weights_direct,
+)
 from sglang.srt.model_executor.decode_runner import DecodeRunner, StagedStep
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
@@ -58,9 +61,6 @@ from sglang.srt.model_executor.state_sizing import (
     StateCounts,
     divide_states,
     num_states_that_fit,
-)
-from sglang.srt.model_executor.weight_names import (
-    _model_load_weights_direct as _model_load_weights_direct,
 )
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.model_loader.weight_fingerprint import WeightsFingerprint

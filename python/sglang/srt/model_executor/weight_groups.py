@@ -96,8 +96,9 @@ class WeightGroups:
             world_size=world_size,
         )
         if group_name in self._groups:
+            # Nobody has closed it, so its trainer may be dead: it must not be waited for.
             logger.warning("Weight update group %r is opened anew", group_name)
-            self.leave(group_name)
+            self.abandon(group_name)
         logger.info(
             "Joining weight update group %r at %s as %d of %d, for at most %g s "
             "(SGLANG_WEIGHT_GROUP_JOIN_TIMEOUT)",
@@ -137,11 +138,19 @@ class WeightGroups:
     # -- open groups ------------------------------------------------------------------------------
 
     def leave(self, group_name: str) -> None:
-        """Close a group. Raises ValueError where there is none of that name."""
+        """Close a group. Raises ValueError where there is none of that name.
+
+        NCCL waits for the other side there, which may be dead: not for longer than `_CLOSE_S`.
+        """
         entry = self._groups.pop(group_name, None)
         if entry is None:
             raise ValueError("The group to be destroyed does not exist.")
-        dist.destroy_process_group(entry.group)
+        group = entry.group
+        if not _is_done_by(_closing_time(), lambda: dist.destroy_process_group(group)):
+            logger.warning("Weight update group %r: its trainer does not leave it", group_name)
+            # The thread that waits for it goes on then, and forgets the group.
+            if not _is_done_by(_closing_time(), group.abort):
+                logger.warning("Weight update group %r takes long to close", group_name)
 
     def device_of(self, group_name: str) -> torch.device:
         """Where tensors of this group arrive. Raises ValueError unless it is open."""
@@ -199,12 +208,15 @@ class WeightGroups:
         entry = self._groups.pop(group_name, None)
         if entry is None:
             return
-        deadline = time.monotonic() + _CLOSE_S
-        if not _is_done_by(deadline, lambda: close_group(entry.group, group_name)):
+        if not _is_done_by(_closing_time(), lambda: close_group(entry.group, group_name)):
             logger.warning("Weight update group %r takes long to close", group_name)
 
     def __contains__(self, group_name: str) -> bool:
         return group_name in self._groups
+
+
+def _closing_time() -> float:
+    return time.monotonic() + _CLOSE_S
 
 
 def _broadcasts(group: dist.ProcessGroup, targets: Sequence[torch.Tensor]) -> list[dist.Work]:

@@ -7,15 +7,14 @@ Pure apart from `write`; used by the weight updater.
 
 from __future__ import annotations
 
-import importlib
+import bisect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from sglang.srt.model_executor.weight_receive import TensorSpec
 from sglang.srt.models.base import LanguageModel, WeightLoadError, WeightProblems, is_of_wrong_kind
@@ -57,6 +56,10 @@ class ModelNames(Protocol):
         """Where a name of `shapes` is written: a parameter or a view of one."""
         ...
 
+    def in_checkpoint(self, names: Iterable[str]) -> set[str]:
+        """The tensors of a checkpoint that names of `shapes` stand for; unknown ones for none."""
+        ...
+
 
 class CheckpointNames:
     """Names and shapes as in a Hugging Face checkpoint; shards are cut out here."""
@@ -89,6 +92,9 @@ class CheckpointNames:
     def target_of(self, name: str) -> torch.Tensor:
         return self._table[name].target
 
+    def in_checkpoint(self, names: Iterable[str]) -> set[str]:
+        return self._table.keys() & set(names)
+
 
 class ParameterNames:
     """Names and shapes of this rank's parameters, tied ones under each of their names.
@@ -97,6 +103,7 @@ class ParameterNames:
     """
 
     def __init__(self, model: LanguageModel, prefix: str = "") -> None:
+        self._model = model
         named = model.named_parameters(remove_duplicate=False)
         self._parameters = {prefix + name: parameter for name, parameter in named}
 
@@ -127,6 +134,13 @@ class ParameterNames:
 
     def target_of(self, name: str) -> torch.Tensor:
         return self._parameters[name]
+
+    def in_checkpoint(self, names: Iterable[str]) -> set[str]:
+        # A parameter holds several tensors of the checkpoint, and a storage several parameters.
+        found = [self._parameters[name] for name in names if name in self._parameters]
+        spans = sorted((parameter.data_ptr(), parameter.nbytes) for parameter in found)
+        table = self._model.weight_table()
+        return {name for name, slot in table.items() if _begins_in(slot.target, spans)}
 
 
 def assign(
@@ -252,43 +266,13 @@ def with_likely_sizes(
     ]
 
 
-CustomLoader = Callable[[nn.Module, list[tuple[str, torch.Tensor]]], object]
-
-
-def resolve_custom_loader(name: str, allowed: Collection[str]) -> CustomLoader:
-    """The function behind a dotted name from `--custom-weight-loader`.
-
-    Raises ValueError for names that the flag does not list, and where there is no such function.
-    """
-    if name not in allowed:
-        known = ", ".join(["direct", "flattened_bucket", *allowed])
-        raise ValueError(
-            f"Unknown load_format={name}: known are {known}; functions of your own are listed by "
-            "--custom-weight-loader"
-        )
-    return import_custom_loader(name)
-
-
-def import_custom_loader(name: str) -> CustomLoader:
-    """The function behind a dotted name. Raises ValueError where there is none."""
-    module, _, function = name.rpartition(".")
-    try:
-        loader: CustomLoader = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--custom-weight-loader {name} cannot be imported: {error}") from error
-    return loader
-
-
-def _model_load_weights_direct(
-    model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
-    """A custom loader: parameters of this rank under their own names, as load format "direct"."""
-    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    with torch.no_grad():
-        for name, tensor in named_tensors:
-            parameters[name].copy_(tensor)
-
-
 def _check_kind(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
     if is_of_wrong_kind(tensor, target):
         raise WeightLoadError(f"{name}: expected values like {target.dtype}, got {tensor.dtype}")
+
+
+def _begins_in(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a tensor begins in one of these (address, bytes), rising."""
+    place = tensor.data_ptr()
+    index = bisect.bisect_right(spans, place, key=lambda span: span[0]) - 1
+    return index >= 0 and place < sum(spans[index])

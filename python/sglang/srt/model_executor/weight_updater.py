@@ -9,22 +9,27 @@ Called on the scheduler thread; methods marked collective are called on all rank
 
 from __future__ import annotations
 
-import bisect
 import functools
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sglang.srt.distributed.communication import all_reduce_min, barrier, broadcast_bytes
+from sglang.srt.distributed.communication import all_reduce_min
 from sglang.srt.distributed.parallel_state import TPGroup
 from sglang.srt.layers.weight_slot import iterate_weight_slots
 from sglang.srt.mem_cache.page_key import kv_namespace
+from sglang.srt.model_executor.custom_weight_loader import (
+    CustomLoader,
+    import_custom_loader,
+    resolve_custom_loader,
+    run_custom_loader,
+)
 from sglang.srt.model_executor.decode_runner import DecodeRunner
+from sglang.srt.model_executor.rank_agreement import RankAgreement
 from sglang.srt.model_executor.weight_checker import WeightChecker
 from sglang.srt.model_executor.weight_groups import UpdateTimeouts, WeightGroups
 from sglang.srt.model_executor.weight_ipc import own_address, receive_over_ipc
@@ -41,9 +46,7 @@ from sglang.srt.model_executor.weight_names import (
     check_no_name_twice,
     declared_tensors,
     first_names,
-    import_custom_loader,
     pairs_of,
-    resolve_custom_loader,
     with_likely_sizes,
 )
 from sglang.srt.model_executor.weight_receive import TensorSpec
@@ -53,7 +56,7 @@ from sglang.srt.model_loader.weight_utils import Checkpoint, open_checkpoint
 from sglang.srt.models.base import LanguageModel
 from sglang.srt.platforms import current_platform
 from sglang.srt.utils.attempt import AttemptState
-from sglang.srt.utils.serialization import MultiprocessingSerializer, UnsafePickleError
+from sglang.srt.utils.serialization import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import (
     FlattenedTensorBucket,
     FlattenedTensorMetadata,
@@ -61,9 +64,6 @@ from sglang.srt.weight_sync.tensor_bucket import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Of what an attempt may raise, what says all in its message.
-_REFUSALS = (ValueError, UnsafePickleError, OSError)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -115,13 +115,20 @@ class _Role:
     outdated: set[str] = field(default_factory=set)  # checkpoint names; empty: not mixed
 
 
+class _Written(NamedTuple):
+    """What a write has done to one model."""
+
+    names: set[str]  # of the checkpoint's tensors
+    storages: set[int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Work that remains once everything is checked: `run` returns the storages it wrote to."""
+    """Work that remains once everything is checked."""
 
     role: _Role
     names: Collection[str]  # of the tensors
-    run: Callable[[], set[int]]
+    run: Callable[[], _Written]
 
 
 class WeightUpdater:
@@ -144,6 +151,7 @@ class WeightUpdater:
         self.model_path = model_path
         self.load_format = load_format
         self._tp = target.tp
+        self._ranks = RankAgreement(target.tp)
         self._device = target.device
         self._timeouts = timeouts or UpdateTimeouts()
         names = [DRAFT] if len(drafts) == 1 else [f"{DRAFT}.{i}" for i in range(len(drafts))]
@@ -185,11 +193,11 @@ class WeightUpdater:
 
     def wait_for_all_ranks(self) -> None:
         """Return when every rank is here. Collective."""
-        barrier(self._tp.cpu_group)
+        self._ranks.wait_for_all()
 
     def agree(self, action: Callable[[], object]) -> str | None:
         """Run `action` on every rank; None, or the error of the first that had one. Collective."""
-        return self._attempt(action)
+        return self._ranks.attempt(action)
 
     def weights_lost(self, is_kept: Callable[[LanguageModel], bool]) -> None:
         """The memory of the weights came back empty: all are mixed until sent anew. Collective.
@@ -212,7 +220,7 @@ class WeightUpdater:
             return self._failure(f"selector must be one of {', '.join(SELECTORS)}")
         self._session = selector
         self._written_in_session = {}
-        barrier(self._tp.cpu_group)
+        self._ranks.wait_for_all()
         return self._success("Success")
 
     def end(self) -> WeightUpdateResult:
@@ -221,7 +229,7 @@ class WeightUpdater:
             return self._failure("end_weight_update() needs begin_weight_update() first")
         self._session = None
         self._written_in_session = {}
-        barrier(self._tp.cpu_group)
+        self._ranks.wait_for_all()
         mixed = self.describe_mixed()
         return self._success(f"Success, but for what failed: {mixed}." if mixed else "Success")
 
@@ -246,7 +254,7 @@ class WeightUpdater:
             return
         place = (master_address, master_port, rank_offset, world_size, group_name, backend)
         self._joining[group_name] = on_end
-        error = self._attempt(lambda: self._groups.start_joining(*place))
+        error = self._ranks.attempt(lambda: self._groups.start_joining(*place))
         if error is not None:
             self._end_joining(group_name, error)
 
@@ -259,7 +267,11 @@ class WeightUpdater:
         for (name, _), state in zip(states, least.tolist()):
             if state != AttemptState.PENDING:
                 attempt = functools.partial(self._groups.finish_joining, name)
-                self._end_joining(name, self._attempt(attempt))
+                error = self._ranks.attempt(attempt)
+                if state == AttemptState.FAILED and error is None:
+                    # It ended on the rank that was late, but nobody waits for the others any more.
+                    error = "the time is up"
+                self._end_joining(name, error)
 
     def _end_joining(self, group_name: str, error: str | None) -> None:
         if error is None:
@@ -274,7 +286,7 @@ class WeightUpdater:
         if group_name in self._joining:
             self._end_joining(group_name, "it was destroyed before all members were there")
             return self._success("Succeeded to destroy custom process group.")
-        error = self._attempt(lambda: self._groups.leave(group_name))
+        error = self._ranks.attempt(lambda: self._groups.leave(group_name))
         if error is not None:
             return self._failure(error)
         return self._success("Succeeded to destroy custom process group.")
@@ -358,10 +370,10 @@ class WeightUpdater:
         load_format = load_format or "auto"
         writes: list[_Write] = []
         opened: list[Checkpoint] = []
-        error = self._attempt(lambda: opened.append(open_checkpoint(model_path, load_format)))
+        error = self._ranks.attempt(lambda: opened.append(open_checkpoint(model_path, load_format)))
         if error is not None:
             return self._failure(f"Failed to get weights iterator: {error}")
-        error = self._attempt(lambda: writes.extend(self._plan_files(opened[0])))
+        error = self._ranks.attempt(lambda: writes.extend(self._plan_files(opened[0])))
         if error is not None:
             return self._failure(
                 f"Failed to update weights: {error}\nRolling back to original weights."
@@ -373,7 +385,7 @@ class WeightUpdater:
             "Succeeded to update model weights.",
         )
         if not result.success:
-            return self._roll_back(result, were_current)
+            return self._roll_back(result, were_current) if result.changed else result
         self.model_path, self.load_format = model_path, load_format
         self._files_are_current = True
         return result
@@ -384,30 +396,32 @@ class WeightUpdater:
         Written as it comes, so a failure after the first bucket leaves the weights mixed.
         """
         addresses: list[str] = []
-        error = self._attempt(
+        error = self._ranks.attempt(
             lambda: addresses.append(own_address(zmq_handles, self._device, self._tp.rank))
         )
         if error is not None:
             return self._failure(f"Failed to update weights: {error}")
-        storages: set[int] = set()
-        touched: list[_Role] = []
+        done: list[tuple[_Role, _Written]] = []
+        is_touched = False
 
         def load(named: NamedTensors) -> None:
+            nonlocal is_touched
             for write in self._plan(named, ALL, CheckpointNames):
-                touched.append(write.role)
-                storages.update(write.run())
+                is_touched = True
+                done.append((write.role, write.run()))
             current_platform().synchronize()
 
-        error = self._attempt(
+        error = self._ranks.attempt(
             lambda: receive_over_ipc(addresses[0], self._device, load, self._timeouts.receive_s)
         )
         if error is None:
             self._files_are_current = False
-            return self._success("Succeeded to update model weights.", self._refresh(storages))
+            changed = self._refresh(self._note_written(done))
+            return self._success("Succeeded to update model weights.", changed)
         # One rank may have written what another has not.
-        if not self._is_anywhere(bool(touched)):
+        if not self._ranks.is_anywhere(is_touched):
             return self._failure(f"Failed to update weights: {error}")
-        return self._spoiled(f"Failed to update weights: {error}", self._roles)
+        return self._broken_off(f"Failed to update weights: {error}", self._roles)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -447,7 +461,7 @@ class WeightUpdater:
                 "Success", checksum=self._checker.of_all_ranks(map(_prefix, chosen), self._tp)
             )
         if action == "snapshot":
-            error = self._attempt(lambda: self._checker.snapshot(map(_prefix, chosen)))
+            error = self._ranks.attempt(lambda: self._checker.snapshot(map(_prefix, chosen)))
             return self._success("Success") if error is None else self._failure(error)
         if action == "reset_tensors":
             return self._reset_tensors(chosen)
@@ -460,11 +474,11 @@ class WeightUpdater:
             if differences:
                 raise ValueError(f"{len(differences)} tensors differ: {'; '.join(differences)}")
 
-        error = self._attempt(compare)
+        error = self._ranks.attempt(compare)
         return self._success("Success") if error is None else self._failure(error)
 
     def _reset_tensors(self, chosen: Sequence[_Role]) -> WeightUpdateResult:
-        error = self._attempt(lambda: self._checker.reset_tensors(map(_prefix, chosen)))
+        error = self._ranks.attempt(lambda: self._checker.reset_tensors(map(_prefix, chosen)))
         for role in chosen:
             role.outdated = set(role.runner.model.weight_table())
         self._files_are_current = False
@@ -478,20 +492,21 @@ class WeightUpdater:
     ) -> WeightUpdateResult:
         """Prepare on all ranks, then write on all ranks, then digest what was written."""
         writes: list[_Write] = []
-        error = self._attempt(lambda: writes.extend(prepare()))
-        if error is None and not self._are_alike(writes):
+        error = self._ranks.attempt(lambda: writes.extend(prepare()))
+        names = json.dumps([(each.role.name, sorted(each.names)) for each in writes])
+        if error is None and not self._ranks.is_alike(names):
             error = "the ranks were sent tensors of different names"
         if error is not None:
             return self._refused(failure.format(error))
-        storages: set[int] = set()
+        done: list[tuple[_Role, _Written]] = []
 
         def write() -> None:
-            for each in writes:
-                storages.update(each.run())
+            done.extend((each.role, each.run()) for each in writes)
 
-        error = self._attempt(write)
+        error = self._ranks.attempt(write)
         if error is not None:
-            return self._spoiled(failure.format(error), [each.role for each in writes])
+            return self._broken_off(failure.format(error), [each.role for each in writes])
+        storages = self._note_written(done)
         self._files_are_current = self._files_are_current and not storages
         # The device still copies while the digests are prepared.
         changed = self._refresh(storages)
@@ -499,22 +514,39 @@ class WeightUpdater:
         current_platform().synchronize()
         return self._success(success, changed)
 
+    def _note_written(self, done: Sequence[tuple[_Role, _Written]]) -> set[int]:
+        """Remember what all ranks have written; the storages of it."""
+        storages: set[int] = set()
+        for role, written in done:
+            role.outdated -= written.names
+            if self._session is not None:
+                self._written_in_session.setdefault(role.name, set()).update(written.names)
+            storages |= written.storages
+        return storages
+
     def _refused(self, message: str) -> WeightUpdateResult:
         """A call that wrote nothing failed; in a session, earlier calls have written."""
         for role in self._roles:
             written = self._written_in_session.get(role.name)
-            if written:
+            if written is not None:
                 role.outdated = set(role.runner.model.weight_table()) - written
         return self._failure(message)
 
-    def _spoiled(self, message: str, roles: Sequence[_Role]) -> WeightUpdateResult:
-        """Writing to `roles` failed half-way: any of their tensors may be of either version."""
+    def _broken_off(self, message: str, roles: Sequence[_Role]) -> WeightUpdateResult:
+        """Writing to `roles` failed on some rank, somewhere: their digests tell what it did.
+
+        Of a model that is not what it was, any tensor may be of either version. Collective.
+        """
+        changed = self._refresh(None)
+        if not changed:
+            return self._refused(f"{_sentence(message)} The weights are as before.")
         for role in roles:
-            role.outdated = set(role.runner.model.weight_table())
+            if role.name in changed:
+                role.outdated = set(role.runner.model.weight_table())
         self._files_are_current = False
         return self._failure(
             f"{_sentence(message)} The weights are partially updated, discard the whole weights.",
-            self._refresh(None),
+            changed,
         )
 
     def _plan(
@@ -534,22 +566,15 @@ class WeightUpdater:
         for role, space, part in zip(self._roles, names, parts):
             if part:
                 space.check(part)
-                run = functools.partial(self._write, role, space, part)
+                run = functools.partial(self._write, space, part)
                 writes.append(_Write(role, [name for name, _ in part], run))
         return writes
 
-    def _write(self, role: _Role, names: ModelNames, named: NamedTensors) -> set[int]:
+    @staticmethod
+    def _write(names: ModelNames, named: NamedTensors) -> _Written:
         written = names.write(named)
         storages = {_storage(names.target_of(name)) for name in written}
-        if isinstance(names, ParameterNames):
-            # A parameter holds several tensors of the checkpoint, and a storage several parameters.
-            spans = sorted((t.data_ptr(), t.nbytes) for t in map(names.target_of, written))
-            table = role.runner.model.weight_table()
-            written = {name for name, slot in table.items() if _begins_in(slot.target, spans)}
-        role.outdated -= written
-        if self._session is not None:
-            self._written_in_session.setdefault(role.name, set()).update(written)
-        return storages
+        return _Written(names.in_checkpoint(written), storages)
 
     def _plan_custom(self, loader_name: str, named: NamedTensors, selector: str) -> list[_Write]:
         loader = resolve_custom_loader(loader_name, self._custom_loaders)
@@ -568,20 +593,15 @@ class WeightUpdater:
             for role in roles
         ]
 
-    def _run_custom(
-        self, loader: Callable[[Any, Any], object], role: _Role, named: NamedTensors
-    ) -> set[int]:
+    @staticmethod
+    def _run_custom(loader: CustomLoader, role: _Role, named: NamedTensors) -> _Written:
         model = role.runner.model
-        before = {name: tensor.data_ptr() for name, tensor in persistent_tensors(model).items()}
-        loader(model, list(named))
-        after = {name: tensor.data_ptr() for name, tensor in persistent_tensors(model).items()}
-        moved = sorted(name for name, place in after.items() if before.get(name) != place)
-        if moved:
-            raise RuntimeError(
-                f"the loader put {', '.join(moved)} into other memory; it must write in place"
-            )
-        role.outdated -= {name for name, _ in named}
-        return {_storage(tensor) for tensor in persistent_tensors(model).values()}
+        run_custom_loader(loader, model, named)
+        # The names are the loader's business: of the checkpoint, or of parameters.
+        names = {name for name, _ in named}
+        spaces = (CheckpointNames(model), ParameterNames(model))
+        written = set[str]().union(*(space.in_checkpoint(names) for space in spaces))
+        return _Written(written, {_storage(each) for each in persistent_tensors(model).values()})
 
     def _unpack(self, data: Any, load_format: str | None) -> NamedTensors:
         """Named tensors of a deserialised payload."""
@@ -608,7 +628,7 @@ class WeightUpdater:
         """
         group_name = what[3]
         was_open = group_name in self._groups
-        error = self._attempt(lambda: received.extend(self._receive(*what)))
+        error = self._ranks.attempt(lambda: received.extend(self._receive(*what)))
         if error is None:
             return None
         self._groups.abandon(group_name)
@@ -657,21 +677,21 @@ class WeightUpdater:
                 continue
             space.problems(part, complete=role is self._target).raise_if_any(source)
             wanted = frozenset(name for name, _ in part)
-            load = functools.partial(self._load_files, role, space, checkpoint, wanted)
+            load = functools.partial(self._load_files, space, checkpoint, wanted)
             writes.append(_Write(role, wanted, load))
         return writes
 
+    @staticmethod
     def _load_files(
-        self, role: _Role, names: CheckpointNames, checkpoint: Checkpoint, wanted: frozenset[str]
-    ) -> set[int]:
+        names: CheckpointNames, checkpoint: Checkpoint, wanted: frozenset[str]
+    ) -> _Written:
         written = names.write(checkpoint.tensors(wanted.__contains__))
-        role.outdated -= written
-        return {_storage(names.target_of(name)) for name in written}
+        return _Written(written, {_storage(names.target_of(name)) for name in written})
 
     def _roll_back(self, failed: WeightUpdateResult, were_current: bool) -> WeightUpdateResult:
         """Load the old files again after writing failed half-way."""
-        error = self._attempt(self._load_old_files)
-        changed = self._refresh(None)
+        error = self._ranks.attempt(self._load_old_files)
+        changed = {**failed.changed, **self._refresh(None)}
         if error is not None:
             for role in self._roles:
                 role.outdated = set(role.runner.model.weight_table())
@@ -685,37 +705,16 @@ class WeightUpdater:
             fill_with_dummy_weights(self._target.runner.model)
             self._target.outdated.clear()
         else:
-            for write in self._plan_files(open_checkpoint(self.model_path, self.load_format)):
-                write.run()
+            old_files = open_checkpoint(self.model_path, self.load_format)
+            self._note_written([(each.role, each.run()) for each in self._plan_files(old_files)])
         current_platform().synchronize()
 
-    # -- ranks, digests, results ------------------------------------------------------------------
-
-    def _attempt(self, action: Callable[[], object]) -> str | None:
-        """Run `action` here; the error of the first rank that had one, the same on all. Collective.
-
-        None: it succeeded everywhere.
-        """
-        error: str | None = None
-        try:
-            action()
-        except Exception as fault:  # noqa: BLE001 - damaged data, lost trainers, users' loaders
-            text = str(fault) or type(fault).__name__
-            error = text.encode("utf-8", "replace").decode()  # names in pickles may be anything
-            logger.warning("Weight update: %s", error, exc_info=not isinstance(fault, _REFUSALS))
-        group, size = self._tp.cpu_group, self._tp.size
-        if group is None:
-            return error
-        failing = torch.tensor([size if error is None else self._tp.rank], dtype=torch.int64)
-        first = int(all_reduce_min(failing, group)[0])
-        if first == size:
-            return None
-        return broadcast_bytes((error or "").encode(), first, group).decode()
+    # -- digests, results -------------------------------------------------------------------------
 
     def _refresh(self, storages: set[int] | None) -> dict[str, frozenset[str]]:
         """Bring digests and decode shortcuts up to date; what changed, by role. Collective.
 
-        `storages` None: anything may have been written.
+        `storages` None: anything may have been written, which the digests of the models tell.
         """
         changed: dict[str, frozenset[str]] = {}
         for role in self._roles:
@@ -726,24 +725,13 @@ class WeightUpdater:
                 for name, tensor in tensors.items()
                 if not tensor.is_meta and (storages is None or _storage(tensor) in storages)
             )
-            runner.fingerprint.update(names)
-            if names:
+            before = runner.fingerprint.digest()
+            is_other = runner.fingerprint.update(names) != before
+            if names and (is_other or storages is not None):
                 changed[role.name] = names
                 if runner.decode_runner is not None:
                     runner.decode_runner.weights_changed()
         return changed
-
-    def _are_alike(self, writes: Sequence[_Write]) -> bool:
-        """Whether every rank is to write tensors of the same names. Collective."""
-        names = json.dumps([(each.role.name, sorted(each.names)) for each in writes])
-        digest = int.from_bytes(hashlib.sha256(names.encode()).digest()[:7], "big")
-        least, most = all_reduce_min(torch.tensor([digest, -digest]), self._tp.cpu_group).tolist()
-        return bool(least == -most)
-
-    def _is_anywhere(self, flag: bool) -> bool:
-        """Whether any rank has it. Collective."""
-        votes = torch.tensor([0 if flag else 1], dtype=torch.int64)
-        return int(all_reduce_min(votes, self._tp.cpu_group)[0]) == 0
 
     def _success(
         self,
@@ -774,13 +762,6 @@ class WeightUpdater:
 
 def _sentence(text: str) -> str:
     return f"{text.rstrip('.')}."
-
-
-def _begins_in(tensor: torch.Tensor, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a tensor begins in one of these (address, bytes), rising."""
-    place = tensor.data_ptr()
-    index = bisect.bisect_right(spans, place, key=lambda span: span[0]) - 1
-    return index >= 0 and place < sum(spans[index])
 
 
 def _storage(tensor: torch.Tensor) -> int:

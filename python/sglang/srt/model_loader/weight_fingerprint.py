@@ -188,13 +188,14 @@ def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor lies and in which form; equal only for the same elements."""
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _is_known(entry: _Entry | None, tensor: torch.Tensor) -> bool:
     """Whether `tensor` is, by place and form, the one that `entry` was made from."""
-    return entry is not None and _place(entry.tensor) == _place(tensor)
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return entry is not None and place_of(entry.tensor) == place_of(tensor)
 
 
 def _unique_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -206,7 +207,7 @@ def _unique_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str
         if tensor.is_meta:
             continue  # a draft's parameter that will be replaced by its target's
         # Empty tensors have no place of their own.
-        key = _place(tensor) if tensor.numel() else (name,)
+        key = place_of(tensor) if tensor.numel() else (name,)
         first = first_at.setdefault(key, name)
         name_of[name] = first
         tensors.setdefault(first, tensor.detach())

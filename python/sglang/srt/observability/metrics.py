@@ -117,11 +117,11 @@ def parse_token_buckets(rule: Sequence[str] | None) -> list[float] | None:
 class SchedulerStats:
     """What a scheduler is doing now. Every field is the gauge of the same name."""
 
-    num_running_reqs: int = 0
+    num_running_reqs: int = 0  # that hold slots
     num_queue_reqs: int = 0
     num_grammar_queue_reqs: int = 0
     num_retracted_reqs: int = 0  # waiting again after their KV was taken away
-    num_paused_reqs: int = 0
+    num_paused_reqs: int = 0  # of the running ones: frozen by a pause
     num_used_tokens: int = 0
     token_usage: float = 0.0  # used / all KV slots
     full_token_usage: float | None = None  # None: as token_usage
@@ -130,11 +130,11 @@ class SchedulerStats:
     kv_available_tokens: int = 0
     kv_evictable_tokens: int = 0
     kv_used_tokens: int | None = None  # None: as num_used_tokens
-    decode_sum_seq_lens: int = 0
+    decode_sum_seq_lens: int = 0  # tokens of the requests that decode
     utilization: float = 0.0  # running / most running requests
     new_token_ratio: float = 0.0
     fwd_occupancy: float = 0.0  # share of time with a forward step in flight
-    is_cuda_graph: float = 0.0
+    is_cuda_graph: float = 0.0  # 1: the last decode steps replayed captured ones
     hicache_host_used_tokens: int = 0
     hicache_host_total_tokens: int = 0
     spec_accept_length: float = 0.0  # tokens a verification, since the last log line
@@ -151,7 +151,9 @@ class SchedulerConstants:
     context_len: int
     weight_memory_usage_gb: float
     kv_cache_memory_usage_gb: float
-    startup_available_gpu_memory_gb: float = 0.0
+    spec_num_steps: int  # 0: no speculation, or one without fixed steps
+    spec_num_draft_tokens: int
+    startup_available_gpu_memory_gb: float  # of the device, weights and pools being there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +312,7 @@ class TokenizerLabels:
 
     model_name: str
     engine_type: str = "unified"
+    has_replicas: bool = False  # the schedulers have a label `dp_rank`
     allowed_custom: Sequence[str] = ()
     extra: Mapping[str, str] | None = None
 
@@ -321,6 +324,21 @@ class TokenizerLabels:
             **dict.fromkeys(self.allowed_custom, ""),
             **(self.extra or {}),
         }
+
+    def of_no_rank(self) -> dict[str, str]:
+        """The labels of a scheduler, those of its rank empty.
+
+        For series beside the schedulers' own: routers take all series of a name to have the same
+        labels.
+        """
+        scheduler = SchedulerLabels(
+            model_name=self.model_name,
+            engine_type=self.engine_type,
+            dp_rank=0 if self.has_replicas else None,
+            extra=self.extra,
+        )
+        ranks = ("tp_rank", "pp_rank", "moe_ep_rank", "dp_rank")
+        return {n: "" if n in ranks else value for n, value in scheduler.to_dict().items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,6 +409,13 @@ class TokenizerMetrics:
         )
         self._requests = make.counter("num_requests", "Requests that ended.", "is_streaming")
         self._cached = make.counter("cached_tokens", "Tokens not computed again.", "cache_source")
+        # Beside the schedulers' series of these names, so that a sum has both.
+        no_rank = labels.of_no_rank()
+        beside = MetricFactory(no_rank, registry)
+        self._held, self._paused = (
+            beside.gauge(name, _doc(name)).labels(**no_rank)
+            for name in ("num_queue_reqs", "num_paused_reqs")
+        )
         self._aborted = make.counter("num_aborted_requests", "Requests that were aborted.")
         self._structured = make.counter("num_so_requests", "Structured output requests.")
         self._verify_calls = make.counter("spec_verify_calls", "Verification steps.")
@@ -446,6 +471,11 @@ class TokenizerMetrics:
             self._structured.labels(**labels).inc()
         self._observe_tokens(request, labels, streaming)
         self._observe_times(request, streaming)
+
+    def show_held(self, num_reqs: int, *, is_paused: bool) -> None:
+        """Show how many requests no scheduler knows yet, and whether because of a pause."""
+        self._held.set(num_reqs)
+        self._paused.set(num_reqs if is_paused else 0)
 
     def observe_inter_token(self, seconds: float, num_tokens: int) -> None:
         """`num_tokens` new tokens came `seconds` after the request's previous ones."""

@@ -19,6 +19,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -285,18 +286,29 @@ def set_prometheus_multiproc_dir() -> str:
     return path
 
 
-def add_prometheus_middleware(app: FastAPI) -> None:
-    """Serve `/metrics` of all processes on the application. Needs the multiprocess directory."""
+def add_prometheus_middleware(
+    app: FastAPI, before_scrape: Callable[[], None] | None = None
+) -> None:
+    """Serve `/metrics` of all processes on the application. Needs the multiprocess directory.
+
+    `before_scrape` sets what is known when it is asked for; on the event loop.
+    """
     from prometheus_client import CollectorRegistry, multiprocess
     from prometheus_client.exposition import choose_encoder
+    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import Response
 
-    def metrics(request: Request) -> Response:
-        # Reads files of all processes; the framework runs it beside the event loop.
+    def collect(accept: str) -> Response:
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = choose_encoder(accept)
         return Response(encode(registry), headers={"content-type": content_type})
+
+    async def metrics(request: Request) -> Response:
+        if before_scrape is not None:
+            before_scrape()
+        # Reads files of all processes.
+        return await run_in_threadpool(collect, request.headers.get("accept", ""))
 
     app.add_route("/metrics", metrics)

@@ -129,7 +129,7 @@ class FakeSpeculativeWorker(FakeModelWorker):
     the lengths are known to it alone until the result is read, as with a real speculative worker.
     """
 
-    step_shape = StepShape(max_tokens=4, num_slots=6)
+    step_shape = StepShape(max_tokens=4, num_slots=6, num_draft_tokens=4)
 
     def __init__(
         self,

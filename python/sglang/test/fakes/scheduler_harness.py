@@ -34,6 +34,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
+from sglang.srt.observability.metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.test.fakes.fake_worker import FAKE_VOCAB, FakeModelWorker
@@ -79,6 +80,7 @@ class HarnessOptions:
     conservativeness: float = 1.0
     vocab_size: int = FAKE_VOCAB
     is_eagle: bool = False
+    decode_log_interval: int = 40
 
     def make_worker(self) -> FakeModelWorker:
         """A worker without a model, with pools of these sizes."""
@@ -117,7 +119,7 @@ class HarnessOptions:
             server_args={},
             memory_usage={"weight": 0.0, "kv_cache": 0.0, "graph": 0.0},
             max_running_requests=self.max_requests,
-            decode_log_interval=40,
+            decode_log_interval=self.decode_log_interval,
             dp_rank=0,
             is_logging_rank=False,
         )
@@ -133,6 +135,7 @@ class SchedulerHarness:
         hicache: HiCacheParams | None = None,
         hicache_control: Callable[[BasePrefixCache], HiCacheControl] | None = None,
         scheduler_class: type[Scheduler] = Scheduler,
+        metrics: SchedulerMetrics | None = None,
         **options: Any,
     ) -> None:
         """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool.
@@ -142,6 +145,8 @@ class SchedulerHarness:
         self.options = HarnessOptions(**options)
         self.worker: Any = self.options.make_worker() if worker is None else worker
         self.receiver = _ListReceiver()
+        self._metrics = metrics
+        self.num_replays = 0  # of captured steps; the fake worker has none
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.replies: list[ControlReqOutput] = []
         self.tree = self._make_tree(hicache)
@@ -197,7 +202,8 @@ class SchedulerHarness:
                 tree_cache=self.tree,
                 allocator=allocator,
                 results=results,
-                metrics=None,
+                metrics=self._metrics,
+                count_replays=lambda: self.num_replays,
                 new_token_ratio=ratio,
             ),
             profiler=SchedulerProfiler(0, 0),
