@@ -280,7 +280,7 @@ def test_http_requests_are_counted_by_route_and_status(
 
 
 def http_metrics_factory(labels: Any, registry: Any) -> Any:
-    from sglang.srt.observability.metrics import MetricFactory
+    from sglang.srt.observability.metric_factory import MetricFactory
 
     return MetricFactory(labels, registry)
 

@@ -331,7 +331,6 @@ class SpecCacheRig:
             weights_fingerprint=runner.weights_fingerprint,
             draft_token_bytes=draft_bytes,
             on_progress=lambda: None,
-            metrics=lambda name, amount: None,
         )
         self.controller = self.params.controller
         self.harness = self._make_harness()

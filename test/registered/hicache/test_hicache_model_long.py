@@ -64,8 +64,8 @@ def test_one_rank(write_policy: str, prefetch_policy: str, is_long: bool) -> Non
             model.run(1500)
             counts += model.counts
     # The run is worth nothing unless data went through all tiers, up and down.
-    for name in ("backup_tokens", "backuped_tokens", "prefetched_tokens", "load_back_tokens"):
-        assert counts[name] > 100, counts
+    for name in ("hicache_backup", "backuped", "prefetched", "load_back"):
+        assert counts[f"{name}_tokens"] > 100, counts
 
 
 @pytest.mark.parametrize("write_policy", WRITE_POLICIES)
@@ -93,7 +93,7 @@ def test_recurrent_state(
         counts += model.counts
     # Few of so short lives are asked for twice: that is what the selective policy waits for.
     has_loads = write_policy != "write_through_selective"
-    for name in ("backup_tokens", "backuped_tokens", "load_back_tokens")[: 2 + has_loads]:
+    for name in ("hicache_backup_tokens", "backuped_tokens", "load_back_tokens")[: 2 + has_loads]:
         assert counts[name] > 20, counts
 
 

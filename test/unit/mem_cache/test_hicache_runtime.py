@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_metrics import MetricsHook
 from sglang.srt.mem_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from sglang.srt.mem_cache.hi_mamba_radix_cache import HiMambaRadixCache
 from sglang.srt.mem_cache.tree_components.base import InvariantError, TreeNode
@@ -76,30 +77,37 @@ def test_attach_and_detach_are_idempotent_and_keep_policies_on_failure() -> None
     assert not tree.enable_storage
 
 
+def adding_to(counted: Counter[str]) -> MetricsHook:
+    def count(name: str, amount: float, **labels: str) -> None:
+        counted.update({name: amount})
+
+    return count
+
+
 def test_damage_that_storage_finds_is_counted_once_and_for_each_attachment() -> None:
     counted: Counter[str] = Counter()
     store = MemoryStore()
-    engine = engine_of(store=store, metrics=lambda name, amount: counted.update({name: amount}))
+    engine = engine_of(store=store, metrics=adding_to(counted))
     damaged = 0
     store.num_damaged_pages = lambda: damaged  # type: ignore[method-assign]
     for number, damaged in enumerate((0, 2, 2, 5)):  # noqa: B007
         engine.run(prompt(2, first=100 * number))
         engine.settle()
-        assert counted["damaged_pages"] == damaged
+        assert counted["hicache_damaged_pages"] == damaged
     damaged = 6
     assert engine.tree.detach_storage_backend()[0]
-    assert counted["damaged_pages"] == 6
+    assert counted["hicache_damaged_pages"] == 6
     damaged = 1  # another object counts from 0
     assert engine.tree.attach_storage_backend(storage_backend="memory")[0]
     engine.run(prompt(2, first=900))
     engine.settle()
-    assert counted["damaged_pages"] == 7
+    assert counted["hicache_damaged_pages"] == 7
 
 
 def test_faults_of_storage_are_counted_for_each_attachment() -> None:
     counted: Counter[str] = Counter()
     store = MemoryStore()
-    engine = engine_of(store=store, metrics=lambda name, amount: counted.update({name: amount}))
+    engine = engine_of(store=store, metrics=adding_to(counted))
     faults = {"io_errors": 3, "outages": 1, "dropped_pages": 7}
     store.fault_counts = lambda: faults  # type: ignore[method-assign]
     for _ in range(2):
@@ -124,7 +132,7 @@ def test_a_backend_whose_counts_fail_costs_the_counts_alone(
             raise answer
         return answer
 
-    engine = engine_of(metrics=lambda name, amount: counted.update({name: amount}))
+    engine = engine_of(metrics=adding_to(counted))
     setattr(engine.store, broken, count)
     for first in (0, 100):
         engine.run(prompt(2, first=first))
@@ -137,7 +145,7 @@ def test_a_backend_whose_counts_fail_costs_the_counts_alone(
 
 def test_counts_under_names_of_a_backends_own_are_left_out() -> None:
     counted: Counter[str] = Counter()
-    engine = engine_of(metrics=lambda name, amount: counted.update({name: amount}))
+    engine = engine_of(metrics=adding_to(counted))
     engine.store.fault_counts = lambda: {"moods": 3, "outages": 2}  # type: ignore[method-assign]
     engine.run(prompt(2))
     engine.settle()
@@ -151,7 +159,7 @@ def test_storage_traffic_is_counted() -> None:
         engine = engine_of(
             store=store,
             prefetch_policy="wait_complete",
-            metrics=lambda name, amount, counted=counted: counted.update({name: amount}),
+            metrics=adding_to(counted),
         )
         engine.serve(prompt(3))
         engine.settle()
@@ -458,7 +466,7 @@ def _mark_a_copy(engine: HiCacheEngine, node: TreeNode) -> None:
 def _entry(node: TreeNode) -> Any:
     from sglang.srt.mem_cache.hicache_records import WriteThroughEntry
 
-    return WriteThroughEntry(locked=node, nodes=(node,), backup_len=len(node.key))
+    return WriteThroughEntry(locked=node, nodes=(node,), backup_len=len(node.key), start_time=0.0)
 
 
 def _leak_capacity(engine: HiCacheEngine, node: TreeNode) -> None:

@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group, new_host_group
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sglang.srt.mem_cache.hicache_records import HiCacheParams, MetricsHook
+from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.host_pool_sizing import (
     MIN_PAGES,
@@ -86,7 +86,6 @@ def build_hicache(
     weights_fingerprint: str,
     draft_token_bytes: int,
     on_progress: Callable[[], None],
-    metrics: MetricsHook,
 ) -> HiCacheParams:
     """Allocate the host pool and build the controller. Collective over the TP ranks.
 
@@ -135,7 +134,6 @@ def build_hicache(
         write_policy=settings.write_policy,
         prefetch_policy=settings.prefetch_policy,
         min_reduce=ranks.min_reduce,
-        metrics=metrics,
     )
 
 

@@ -44,6 +44,7 @@ from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
 from sglang.srt.managers.spec_setup import key_lookahead, kv_dtype, spec_settings
 from sglang.srt.managers.tp_worker import BatchWorker, TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.cache_metrics import MetricsHook, ignore_metric
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
@@ -287,8 +288,9 @@ def build_scheduler(setup: RankSetup) -> Scheduler:
     metrics = _make_metrics(setup)
     weight_updater = _make_weight_updater(setup)
     wakeup = Wakeup()
-    hicache = _make_hicache(setup, wakeup, metrics)
-    tree_cache = _make_tree_cache(setup, hicache, weight_updater.kv_fingerprint())
+    hicache = _make_hicache(setup, wakeup)
+    count = metrics.count_cache if metrics is not None else ignore_metric
+    tree_cache = _make_tree_cache(setup, hicache, weight_updater.kv_fingerprint(), count)
     channels = _open_channels(setup)
     streamer = OutputStreamer(channels.send_output, dp_rank=setup.dp_rank)
     results = BatchResultProcessor(
@@ -359,7 +361,10 @@ def _make_liveness(setup: RankSetup) -> LivenessCounter:
 
 
 def _make_tree_cache(
-    setup: RankSetup, hicache: HiCacheParams | None, weights_fingerprint: str
+    setup: RankSetup,
+    hicache: HiCacheParams | None,
+    weights_fingerprint: str,
+    metrics: MetricsHook,
 ) -> BasePrefixCache:
     """The prefix cache over the worker's pools, and over the tiers behind them."""
     server_args, worker = setup.server_args, setup.worker
@@ -376,6 +381,7 @@ def _make_tree_cache(
             weights_fingerprint=weights_fingerprint,
             hicache=hicache,
             enable_kv_cache_events=setup.kv_events is not None,
+            metrics=metrics,
             state_allocator=states.allocator if states is not None else None,
             capture_state=states.capture if states is not None else None,
             state_snapshots=states,
@@ -428,9 +434,7 @@ def _make_state_snapshots(server_args: ServerArgs, runner: ModelRunner) -> State
     return StateSnapshots(runner.num_state_snapshots, interval, runner.device)
 
 
-def _make_hicache(
-    setup: RankSetup, wakeup: Wakeup, metrics: SchedulerMetrics | None
-) -> HiCacheParams | None:
+def _make_hicache(setup: RankSetup, wakeup: Wakeup) -> HiCacheParams | None:
     """The tiers behind the device, without storage; None where they are not wanted."""
     server_args = setup.server_args
     if not server_args.enable_hierarchical_cache:
@@ -461,12 +465,7 @@ def _make_hicache(
         weights_fingerprint=runner.weights_fingerprint,
         draft_token_bytes=draft_bytes,
         on_progress=wakeup.set,
-        metrics=metrics.count_hicache if metrics is not None else _count_nothing,
     )
-
-
-def _count_nothing(name: str, amount: float) -> None:
-    return
 
 
 def _make_hicache_control(

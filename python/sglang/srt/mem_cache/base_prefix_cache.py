@@ -28,6 +28,7 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.backend_opening import BackendOpening
+from sglang.srt.mem_cache.cache_metrics import MetricsHook, ignore_metric
 from sglang.srt.mem_cache.events import KVEvent
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -103,7 +104,7 @@ class CacheInitParams:
     that KV of a position is a function of (None: 1 with ``is_eagle``); ``weights_fingerprint``:
     content digest of the loaded weights, part of every key; ``hicache``: the tiers behind the
     device, None without; ``enable_kv_cache_events``: record what comes and goes, for
-    ``take_events``;
+    ``take_events``; ``metrics``: receives counts;
     ``state_allocator``, ``capture_state``: slots of recurrent-state snapshots and how they are
     made, for a tree with that component; ``state_snapshots``: the owner of both where the forward
     pass takes the snapshots, None where the caller does.
@@ -119,6 +120,7 @@ class CacheInitParams:
     weights_fingerprint: str | None = None
     hicache: HiCacheParams | None = None
     enable_kv_cache_events: bool = False
+    metrics: MetricsHook = ignore_metric
     state_allocator: BaseTokenToKVPoolAllocator | None = None
     capture_state: StateCapture | None = None
     state_snapshots: StateSnapshots | None = None
@@ -245,6 +247,7 @@ class BasePrefixCache(ABC):
         self.lookahead = int(params.is_eagle) if params.lookahead is None else params.lookahead
         # Namespace of new keys; see ``set_weights_fingerprint``.
         self.weights_fingerprint = params.weights_fingerprint
+        self._metrics = params.metrics
 
     # -- the tree ---------------------------------------------------------------------------
 

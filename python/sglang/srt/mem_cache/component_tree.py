@@ -13,6 +13,7 @@ child key, so paths of different namespaces part at the root.
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -202,8 +203,17 @@ class ComponentTree(BasePrefixCache):
     def evict(self, params: EvictParams | int) -> EvictResult:
         """See the base class. Not inside a free group: its slots would not come free yet."""
         wanted = params if isinstance(params, int) else params.num_tokens
+        started = time.perf_counter()
+        with self._evicting():
+            freed = self._evict_leaves(wanted)
+        if freed:
+            self._count("evicted_tokens", freed)
+            self._count("eviction_duration_seconds", time.perf_counter() - started)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def _evict_leaves(self, num_tokens: int) -> int:
         freed = 0
-        while freed < wanted and self._heap:
+        while freed < num_tokens and self._heap:
             old_key, _, node = heapq.heappop(self._heap)
             node.is_in_heap = False
             if node not in self.evictable_leaves:
@@ -212,7 +222,11 @@ class ComponentTree(BasePrefixCache):
                 self._push(node)
                 continue
             freed += self._evict_leaf(node)
-        return EvictResult(num_tokens_evicted=freed)
+        return freed
+
+    def _count(self, name: str, amount: float, **labels: str) -> None:
+        """Add to a metric of this cache, or observe a value."""
+        self._metrics(name, amount, cache_type=type(self).__name__, **labels)
 
     def cache_unfinished_req(self, req: CacheableReq, chunked: bool = False) -> None:
         """See the base class."""

@@ -219,11 +219,11 @@ class HiCacheTreeBase(HiCachePrefetch):
             hits = TickCounts(hits=counts.hits, extra_releases=(0,) * len(counts.extra_releases))
             self._drain(hits, on_backup)
             self._settle_prefetches(progress)
-            self._count_storage(bool(counts.hits or counts.backups or progress.prefetches))
+            self._report_storage(bool(counts.hits or counts.backups or progress.prefetches))
             counts = replace(counts, hits=0)
         self._drain(counts, on_backup)
 
-    def _count_storage(self, storage_was_used: bool = True) -> None:
+    def _report_storage(self, storage_was_used: bool = True) -> None:
         """Report what storage has read, written and found wrong since the last time."""
         backend = self.cache_controller.storage_backend
         if backend is None or not storage_was_used:
@@ -238,7 +238,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         totals |= self._faults_of(backend)
         for name, total in totals.items():
             if total > self._reported_totals[name]:
-                self.hicache.metrics(name, total - self._reported_totals[name])
+                self._count_storage(name, total - self._reported_totals[name])
             self._reported_totals[name] = total
 
     def _faults_of(self, backend: HiCacheStorage) -> dict[str, float]:
@@ -246,7 +246,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         try:
             faults = backend.fault_counts()
             counts = {f"storage_{name}": faults[name] for name in FAULT_COUNTERS if name in faults}
-            counts["damaged_pages"] = backend.num_damaged_pages()
+            counts["hicache_damaged_pages"] = backend.num_damaged_pages()
             return {name: float(count) for name, count in counts.items()}
         except Exception as error:  # noqa: BLE001 - a count that fails costs the count alone
             kind = type(backend).__name__
@@ -346,7 +346,8 @@ class HiCacheTreeBase(HiCachePrefetch):
             self._orphaned_backups.discard(operation.id)
             return
         self._end_backup(entry, written_tokens)
-        self.hicache.metrics("backuped_tokens", written_tokens)
+        self._count_storage("backuped_tokens", written_tokens)
+        self._count_transfer("backup", written_tokens, operation.io_seconds)
 
     def _end_backup(self, entry: BackupEntry, written_tokens: int) -> None:
         self._return_host_lock(entry.host_lock)
@@ -486,7 +487,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         )
         self.storage_options = config.options
         self._attached_config = config
-        for name in ("damaged_pages", *(f"storage_{fault}" for fault in FAULT_COUNTERS)):
+        for name in ("hicache_damaged_pages", *(f"storage_{fault}" for fault in FAULT_COUNTERS)):
             self._reported_totals[name] = 0  # a new backend counts from 0
         self._control_queues = self._make_control_queues()
 
@@ -530,7 +531,7 @@ class HiCacheTreeBase(HiCachePrefetch):
         """
         self.flush_write_through_acks()
         self._abort_all_prefetches()
-        self._count_storage()
+        self._report_storage()
         try:
             self.cache_controller.detach_storage_backend(wait_s)
         except Exception as error:  # noqa: BLE001 - the message goes to the operator

@@ -36,6 +36,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from sglang.srt.mem_cache.base_prefix_cache import CacheInitParams
+from sglang.srt.mem_cache.cache_metrics import Unfulfilled
 from sglang.srt.mem_cache.hicache_records import (
     FetchedSpan,
     FollowedPrefetch,
@@ -161,7 +162,9 @@ class HiCachePrefetch(HiCacheTiers):
                 attempt=ahead.attempt,
                 start_time=self.hicache.clock(),
             )
-        elif not self.prefetch_rate_limited():
+        elif self.prefetch_rate_limited():
+            self._count_storage("storage_prefetch_deferred_tokens", len(key), reason="rate_limited")
+        else:
             # Storage that is slow for two in a row is waited for once.
             start_time = followed.start_time if followed else self.hicache.clock()
             self._begin_prefetch(rid, anchor, key, num_unsaved, start_time)
@@ -227,7 +230,9 @@ class HiCachePrefetch(HiCacheTiers):
         if entry is None or entry.attempt != operation.attempt:
             return  # given up meanwhile, perhaps for a later attempt of the same request
         num_hit = operation.storage_hit_count
+        self._count_storage("storage_prefetch_hit_tokens", num_hit)
         if operation.is_terminated:
+            self._count_unfulfilled(num_hit, Unfulfilled.DROPPED)
             self._revoke_pending_prefetch(entry)
             return
         if not self._is_worth_it(num_hit, entry.num_unsaved):
@@ -238,9 +243,11 @@ class HiCachePrefetch(HiCacheTiers):
                 entry.num_unsaved,
                 self.prefetch_threshold,
             )
+            self._count_unfulfilled(num_hit, Unfulfilled.BELOW_THRESHOLD)
             self._revoke_pending_prefetch(entry)
             return
         num_pages = self._alloc_hit(operation, entry.num_unsaved)
+        self._count_unfulfilled(num_hit - num_pages * self.page_size, Unfulfilled.HOST_CAPACITY)
         if num_pages == 0:
             logger.debug("Prefetch of %s revoked: no room on the host", operation.request_id)
             self._revoke_pending_prefetch(entry)
@@ -365,10 +372,14 @@ class HiCachePrefetch(HiCacheTiers):
             raise InvariantError(f"prefetch of {operation.request_id} has no host pages")
         completed = operation.terminate()
         usable = num_usable // self.page_size * self.page_size
+        lack = Unfulfilled.STORAGE_TRANSFER if operation.has_failed else Unfulfilled.DEADLINE
         if operation.extra and usable < len(host_indices):
-            usable = 0  # what other pools need was read for the planned end only
+            # What other pools need was read for the planned end only.
+            usable, lack = 0, Unfulfilled.AUX_WINDOW_TRIM
         if entry.key.weights_fingerprint != self.weights_fingerprint:
-            usable = 0  # nobody can match it any more
+            usable, lack = 0, Unfulfilled.DROPPED  # nobody can match it any more
+        self._count_unfulfilled(len(host_indices) - usable, lack)
+        self._count_transfer("prefetch", completed, operation.io_seconds)
         num_loaded = 0
         if usable:
             span = FetchedSpan(
@@ -386,7 +397,25 @@ class HiCachePrefetch(HiCacheTiers):
         rid = operation.request_id
         self._forget_prefetch(entry)
         self.prefetch_loaded_tokens_by_reqid[rid] = num_loaded
-        self.hicache.metrics("prefetched_tokens", num_loaded)
+        self._count_unfulfilled(usable - num_loaded, Unfulfilled.DEVICE_OVERLAP)
+        self._count_storage("prefetched_tokens", num_loaded)
+
+    def _count_storage(self, name: str, amount: float, **labels: str) -> None:
+        """Add to a metric of the attached storage, or observe a value."""
+        backend = self.cache_controller.storage_backend_type
+        self._count(name, amount, storage_backend=backend or "", **labels)
+
+    def _count_unfulfilled(self, num_tokens: int, reason: Unfulfilled) -> None:
+        if num_tokens:
+            self._count_storage("storage_prefetch_unfulfilled_tokens", num_tokens, reason=reason)
+
+    def _count_transfer(self, what: str, num_tokens: int, seconds: float) -> None:
+        """Observe the size and the speed of one read (``prefetch``) or write (``backup``)."""
+        if not num_tokens or not seconds:
+            return
+        num_bytes = num_tokens * self.cache_controller.host_pools.bytes_per_token
+        self._count_storage(f"{what}_pgs", num_tokens // self.page_size)
+        self._count_storage(f"{what}_bandwidth", num_bytes / seconds / 1e9)
 
     def _queue_release(self, slots: PoolSlots) -> None:
         """Put host pages into the release queues, one an item."""
@@ -420,6 +449,7 @@ class HiCachePrefetch(HiCacheTiers):
             self._revoke_pending_prefetch(entry)
             return
         completed = entry.operation.terminate()
+        self._count_unfulfilled(len(host_indices), Unfulfilled.DROPPED)
         self._queue_release({PoolName.KV: host_indices[:completed]})
         self._returning_pages[PoolName.KV] += len(host_indices) // self.page_size
         self._release_reservations(entry)

@@ -25,13 +25,6 @@ PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 # Loading fewer tokens than this behind a resident prefix costs more than computing them.
 LOAD_BACK_THRESHOLD = 10
 
-MetricsHook = Callable[[str, float], None]
-"""Called with a metric's name and an amount to add to it."""
-
-
-def _ignore_metric(name: str, amount: float) -> None:
-    return
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiCacheParams:
@@ -40,8 +33,8 @@ class HiCacheParams:
     ``identity``: what the cached bytes are a function of, without namespace and weights (both are
     taken from the key of a page). ``min_reduce``: element-wise MIN over the ranks that must stay in
     step, a collective; None for a single rank. ``storage_backend``: attached at once when given;
-    ``storage_extra_config``: its configuration, JSON text or ``@file``. ``metrics``: receives
-    counts. ``clock``: seconds, monotonic.
+    ``storage_extra_config``: its configuration, JSON text or ``@file``. ``clock``: seconds,
+    monotonic.
     """
 
     controller: HiCacheController
@@ -52,7 +45,6 @@ class HiCacheParams:
     storage_extra_config: str | None = None
     load_back_threshold: int = LOAD_BACK_THRESHOLD
     min_reduce: MinReduce | None = None
-    metrics: MetricsHook = _ignore_metric
     clock: Callable[[], float] = time.monotonic
 
 
@@ -75,6 +67,7 @@ class WriteThroughEntry:
     locked: TreeNode | None
     nodes: tuple[TreeNode, ...]
     backup_len: int
+    start_time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +77,7 @@ class LoadBackEntry:
     node: TreeNode
     host_lock: HostLock
     num_tokens: int
+    start_time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

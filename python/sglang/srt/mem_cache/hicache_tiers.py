@@ -30,8 +30,6 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheInitParams,
-    EvictParams,
-    EvictResult,
     LoadBackParams,
     LoadBackResult,
 )
@@ -220,9 +218,12 @@ class HiCacheTiers(ComponentTree):
         else:
             self.inc_lock_ref(node)
         self.ongoing_write_through[node.id] = WriteThroughEntry(
-            locked=None if write_back else node, nodes=(node,), backup_len=len(value)
+            locked=None if write_back else node,
+            nodes=(node,),
+            backup_len=len(value),
+            start_time=self.hicache.clock(),
         )
-        self.hicache.metrics("backup_tokens", len(value))
+        self._count_copied("hicache_backup", len(value))
         return True
 
     def writing_check(self, num_ready: int | None = None, write_back: bool = False) -> None:
@@ -241,6 +242,7 @@ class HiCacheTiers(ComponentTree):
                 self._settle_write(self.ongoing_write_through.pop(node_id))
 
     def _settle_write(self, entry: WriteThroughEntry) -> None:
+        self._count_duration("hicache_backup", entry.start_time)
         for node in entry.nodes:
             node.write_through_pending_id = None
             self._report(node, StorageMedium.CPU, is_stored=True)
@@ -321,10 +323,21 @@ class HiCacheTiers(ComponentTree):
         self.inc_lock_ref(node)
         self.dec_lock_ref(resident)
         self.ongoing_load_back[node.id] = LoadBackEntry(
-            node=node, host_lock=host_lock, num_tokens=num_tokens
+            node=node,
+            host_lock=host_lock,
+            num_tokens=num_tokens,
+            start_time=self.hicache.clock(),
         )
-        self.hicache.metrics("load_back_tokens", num_tokens)
+        self._count_copied("load_back", num_tokens)
         return device_indices
+
+    def _count_copied(self, what: str, num_tokens: int) -> None:
+        num_bytes = num_tokens * self.cache_controller.host_pools.bytes_per_token
+        self._count(f"{what}_tokens", num_tokens, pool=PoolName.KV)
+        self._count(f"{what}_bytes", num_bytes, pool=PoolName.KV)
+
+    def _count_duration(self, what: str, start_time: float) -> None:
+        self._count(f"{what}_duration_seconds", self.hicache.clock() - start_time)
 
     def _queue_load(self, nodes: list[TreeNode], num_tokens: int) -> torch.Tensor | None:
         """Queue the copy of what ``nodes`` lack; ``num_tokens``: of those without KV."""
@@ -358,6 +371,7 @@ class HiCacheTiers(ComponentTree):
         for ack in controller.take_load_acks(num_ready):
             for node_id in ack.node_ids:
                 entry = self.ongoing_load_back.pop(node_id)
+                self._count_duration("load_back", entry.start_time)
                 self._return_host_lock(entry.host_lock)
                 self.dec_lock_ref(entry.node)
 
@@ -367,17 +381,12 @@ class HiCacheTiers(ComponentTree):
 
     # -- eviction ----------------------------------------------------------------------------------
 
-    def evict(self, params: EvictParams | int) -> EvictResult:
-        """See ``ComponentTree``. Under write_back it waits for the copies that it makes.
+    @contextmanager
+    def _evicting(self) -> Iterator[None]:
+        """See ``ComponentTree``. Under write_back it waits for the copies that are made meanwhile.
 
         The slots of all victims come free together, when the copies have ended.
         """
-        with self._evicting():
-            return super().evict(params)
-
-    @contextmanager
-    def _evicting(self) -> Iterator[None]:
-        """See ``ComponentTree``."""
         if self._controller is None or self.write_policy != "write_back":
             yield
             return
@@ -391,7 +400,8 @@ class HiCacheTiers(ComponentTree):
             return super()._evict_leaf(node)
         self._save_before_loss(node)
         if not node.backuped:
-            self.hicache.metrics("dropped_tokens", len(node.key))
+            num_dropped = len(node.key)
+            self._count("hicache_dropped_tokens", num_dropped, pool=PoolName.KV, reason="evicted")
             return super()._evict_leaf(node)
         freed = self._release_device(node)
         self._refresh_host_leaf(node)

@@ -461,6 +461,7 @@ class HostStorageIO(StoragePages):
         def post(operation: PrefetchOperation, failed: bool) -> None:
             planned = len(operation.hash_value) * self.page_size
             if not operation.is_terminated and operation.completed_tokens < planned:
+                operation.has_failed = True
                 self.storage_stats.read_failures += 1
             operation.finish_io(self.release_pages)
 
@@ -577,7 +578,9 @@ class HostStorageIO(StoragePages):
             extra = self._extra_info(operation.prefix_keys, hashes[:start])
             started = time.monotonic()
             num_pages = self._page_get(batch, batch_slots, operation.draft_digest, extra)
-            self.storage_stats.read_seconds += time.monotonic() - started
+            seconds = time.monotonic() - started
+            self.storage_stats.read_seconds += seconds
+            operation.io_seconds += seconds
             # Counted only now: whoever sees the count may use the bytes.
             if not operation.add_completed(num_pages * self.page_size):
                 return
@@ -622,7 +625,9 @@ class HostStorageIO(StoragePages):
                     None if operation.num_drafts is None else max(operation.num_drafts - start, 0),
                 )
             finally:
-                stats.write_seconds += time.monotonic() - started
+                seconds = time.monotonic() - started
+                stats.write_seconds += seconds
+                operation.io_seconds += seconds
                 stats.write_failures += int(num_pages < len(batch))
             operation.completed_tokens += num_pages * self.page_size
             stats.write_pages += num_pages

@@ -103,6 +103,7 @@ class StorageOperation:
         self.prefix_keys = None if prefix_keys is None else tuple(prefix_keys)
         self.draft_digest = draft_digest
         self.completed_tokens = 0
+        self.io_seconds = 0.0  # in the backend; set by the I/O thread before it ends
         self._lock = threading.Lock()
         self._started = False
         self._discarded = False
@@ -208,6 +209,8 @@ class PrefetchOperation:
         self.usable_ends: list[bool] | None = None
         self.host_indices: torch.Tensor | None = None  # set by the scheduler at allocation
         self.extra: tuple[SpanPages, ...] = ()  # with it
+        self.io_seconds = 0.0  # in the backend; grows while the I/O thread reads
+        self.has_failed = False  # storage gave less than planned though nobody stopped it
         self._lock = threading.Lock()
         self._completed_tokens = 0
         self._terminated = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.observability.metrics import MetricFactory
+from sglang.srt.observability.metric_factory import MetricFactory
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

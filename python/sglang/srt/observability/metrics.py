@@ -9,15 +9,15 @@ used by the thread that made them (scheduler thread, event loop).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from sglang.srt.observability.cache_metrics import CacheMetrics
+from sglang.srt.observability.metric_factory import MetricFactory
 
-PREFIX = "sglang:"
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Gauge
 
 TTFT_BUCKETS_S: tuple[float, ...] = (
     0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400,
@@ -35,46 +35,6 @@ TOKEN_BUCKETS: tuple[float, ...] = (
 QUEUE_BUCKETS_S: tuple[float, ...] = (
     0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600,
 )  # fmt: skip
-
-
-class MetricFactory:
-    """Makes metrics that share a prefix and labels."""
-
-    def __init__(
-        self, labels: Mapping[str, str], registry: CollectorRegistry | None = None
-    ) -> None:
-        """`registry`: for tests; by default the process's own, or the shared files alone."""
-        import prometheus_client
-
-        prometheus_client.disable_created_metrics()
-        self._client = prometheus_client
-        self.labels = dict(labels)
-        self._names = list(self.labels)
-        if registry is None and not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-            registry = prometheus_client.REGISTRY
-        # In multiprocess mode the files are what is collected; registering would only forbid a
-        # second engine in this process.
-        self._registry = registry
-
-    def gauge(self, name: str, doc: str, *extra: str) -> Gauge:
-        return self._client.Gauge(
-            PREFIX + name,
-            doc,
-            [*self._names, *extra],
-            registry=self._registry,
-            multiprocess_mode="mostrecent",
-        )
-
-    def counter(self, name: str, doc: str, *extra: str) -> Counter:
-        """`name` without `_total`, which the client library appends."""
-        return self._client.Counter(
-            PREFIX + name, doc, [*self._names, *extra], registry=self._registry
-        )
-
-    def histogram(self, name: str, doc: str, buckets: Sequence[float], *extra: str) -> Histogram:
-        return self._client.Histogram(
-            PREFIX + name, doc, [*self._names, *extra], registry=self._registry, buckets=buckets
-        )
 
 
 def parse_extra_labels(text: str | None) -> dict[str, str]:
@@ -210,27 +170,7 @@ class SchedulerMetrics:
         self._queue_time = make.histogram(
             "queue_time_seconds", "Seconds in the waiting queue.", QUEUE_BUCKETS_S
         )
-        self._hicache = {
-            name: make.counter(name, doc)
-            for name, doc in (
-                ("hicache_backup_tokens", "Tokens copied from the device to the host."),
-                ("load_back_tokens", "Tokens copied from the host to the device."),
-                ("hicache_dropped_tokens", "Tokens that left the cache without a copy."),
-                ("prefetched_tokens", "Tokens read from storage."),
-                ("backuped_tokens", "Tokens written to storage."),
-                (
-                    "hicache_damaged_pages",
-                    "Pages found damaged in storage, or not what their names say; removed.",
-                ),
-                ("storage_read_bytes", "Bytes of KV read from storage."),
-                ("storage_read_seconds", "Seconds in which storage was read."),
-                ("storage_write_bytes", "Bytes of KV handed to storage."),
-                ("storage_write_seconds", "Seconds in which storage was written."),
-                ("storage_io_errors", "Calls and transfers of storage that failed."),
-                ("storage_outages", "Times that storage went away."),
-                ("storage_dropped_pages", "Pages that were to be written to storage and were not."),
-            )
-        }
+        self._cache = CacheMetrics(make, self._labels)
         self._weight_load = make.gauge(
             "weight_load_duration_seconds", "Seconds of the last weight update.", "source"
         )
@@ -282,10 +222,9 @@ class SchedulerMetrics:
         for counter, amount in zip(self._retracted, (num_reqs, input_tokens, output_tokens)):
             counter.inc(amount)
 
-    def count_hicache(self, name: str, amount: float) -> None:
-        """A count of the hierarchical cache, by its name there."""
-        counter = self._hicache.get(name) or self._hicache["hicache_" + name]
-        counter.labels(**self._labels).inc(amount)
+    def count_cache(self, name: str, amount: float, **labels: str) -> None:
+        """A count of the prefix cache or its tiers; see `CacheMetrics.count`."""
+        self._cache.count(name, amount, **labels)
 
     def observe_queue_time(self, seconds: float) -> None:
         """A request left the waiting queue."""

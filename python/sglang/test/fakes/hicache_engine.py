@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     LoadBackParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.cache_metrics import MetricsHook, ignore_metric
 from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -118,6 +119,7 @@ class HiCacheEngine(FakeEngine):
         controller_options: dict[str, Any] | None = None,
         controller_class: type[HiCacheController] = SteppedController,
         enable_kv_cache_events: bool = False,
+        metrics: MetricsHook = ignore_metric,
         eviction_policy: str = "lru",
         num_states: int = 0,
         num_host_states: int | None = None,
@@ -162,6 +164,7 @@ class HiCacheEngine(FakeEngine):
                 is_eagle=is_eagle,
                 weights_fingerprint=weights_fingerprint,
                 enable_kv_cache_events=enable_kv_cache_events,
+                metrics=metrics,
                 eviction_policy=eviction_policy,
                 state_allocator=self.states.allocator if self.states is not None else None,
                 capture_state=self.capture_state,

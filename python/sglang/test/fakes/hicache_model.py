@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from sglang.srt.mem_cache.cache_metrics import ignore_metric
 from sglang.srt.mem_cache.hicache_storage import StorageError
 from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import ComponentType
@@ -73,10 +74,6 @@ class Reduction:
     def abort(self) -> None:
         """Let nobody wait: a rank has failed."""
         self._barrier.abort()
-
-
-def _ignore(name: str, amount: float) -> None:
-    return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +143,7 @@ class HiCacheModel:
             load_back_threshold=2 * page,
             min_reduce=self.ticks.of_rank(rank) if several else None,
             eviction_policy=config.eviction_policy,
-            metrics=self._count if rank == 0 else _ignore,
+            metrics=self._count if rank == 0 else ignore_metric,
             enable_kv_cache_events=rank == 0,
             num_states=config.num_states,
             num_host_states=config.num_host_states,
@@ -155,7 +152,7 @@ class HiCacheModel:
             num_host_window_rows=config.host_window_pages * page,
         )
 
-    def _count(self, name: str, amount: float) -> None:
+    def _count(self, name: str, amount: float, **labels: str) -> None:
         self.counts[name] += int(amount)
 
     # -- driving -----------------------------------------------------------------------------------
@@ -232,6 +229,9 @@ class HiCacheModel:
             self._move_everything()
             self.tick()
         self._check(deeply=True)
+        fetched = self.counts["prefetched_tokens"]
+        missed = self.counts["storage_prefetch_unfulfilled_tokens"]
+        assert self.counts["storage_prefetch_hit_tokens"] == fetched + missed, self.counts
         for engine in self.engines:
             tree, host = engine.tree, engine.host
             assert not tree.has_pending_transfers()
