@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from array import array
@@ -334,3 +336,30 @@ def test_the_metrics_of_all_processes_come_together(tmp_path: Path) -> None:
         False,
     ]
     assert "3.0" in [v for k, v in values.items() if k.startswith("sglang:num_paused_reqs{")]
+
+
+def test_the_page_on_metrics_lists_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(
+        http_metrics, "MetricFactory", lambda labels: http_metrics_factory(labels, registry)
+    )
+    scheduler = SchedulerMetrics(SCHEDULER, registry)
+    for pool in ("swa", "mamba"):
+        scheduler.log_side_pool(pool, used=1, evictable=1, total=2)
+    values = {spec.name: 1 for spec in dataclasses.fields(SchedulerConstants)}
+    scheduler.set_constants(SchedulerConstants(**values))
+    scheduler.set_graph_memory({"decode": 1.0})
+    # The front has series of two names that schedulers have too, in a process of its own.
+    front = prometheus_client.CollectorRegistry()
+    TokenizerMetrics(TokenizerLabels(model_name="m"), registry=front)
+    HttpMetricsMiddleware(None, [])
+    declared = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for collected in (registry, front)
+        for family in collected.collect()
+    }
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = {f"sglang:{name}" for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert listed == declared

@@ -90,8 +90,9 @@ def both(
         assert worker.committed_lens[padding_row] == 0
         assert not worker.target_runner.req_to_token_pool.req_to_token[padding_row].any()
         assert worker.graphs is not None
-        num_replays = sum(worker.graphs.num_steps.values())
-        assert server.scheduler.reports.count_replays() == num_replays
+        assert server.scheduler.reports.count_replays() == {
+            f"speculative_{kind.value}": count for kind, count in worker.graphs.num_steps.items()
+        }
         return worker.graphs.num_steps
 
 

@@ -40,6 +40,11 @@ class Watched:
         assert value is not None, f"there is no gauge {name}"
         return value
 
+    def total(self, name: str, **labels: str) -> float:
+        """A counter with labels of its own; 0 where nothing was counted."""
+        value = self._registry.get_sample_value(f"sglang:{name}", {**LABELS.to_dict(), **labels})
+        return value or 0.0
+
     def start(self, *rids: str) -> None:
         for index, rid in enumerate(rids):
             self.harness.generate(rid, [index + 1, 2, 3], 40, ignore_eos=True)
@@ -157,6 +162,7 @@ def test_replayed_steps_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched["is_cuda_graph"] == 1
     watched.harness.step()
     assert watched["is_cuda_graph"] == 0
+    assert watched.total("cuda_graph_passes_total", mode="decode") == 1
     watched.harness.run_until_idle()
 
 

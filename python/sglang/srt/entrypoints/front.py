@@ -71,7 +71,9 @@ def _metrics(server_args: ServerArgs, manager: TokenizerManager) -> TokenizerMet
         prompt_tokens=parse_token_buckets(server_args.prompt_tokens_buckets),
         generation_tokens=parse_token_buckets(server_args.generation_tokens_buckets),
     )
-    return TokenizerMetrics(labels, buckets)
+    metrics = TokenizerMetrics(labels, buckets)
+    metrics.set_startup("scheduler", max(info.load_time_s for info in manager.scheduler_infos))
+    return metrics
 
 
 def embedded_parts(server_args: ServerArgs, launched: Launched) -> Parts:

@@ -40,7 +40,7 @@ from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, Sc
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_parts import SchedulerConfig, SchedulerParts
 from sglang.srt.managers.scheduler_profiler import SchedulerProfiler
-from sglang.srt.managers.scheduler_reports import ReportFacts, SchedulerReports
+from sglang.srt.managers.scheduler_reports import PREFILL_MODE, ReportFacts, SchedulerReports
 from sglang.srt.managers.spec_setup import key_lookahead, kv_dtype, spec_settings
 from sglang.srt.managers.tp_worker import BatchWorker, TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -552,15 +552,25 @@ def _make_metrics(setup: RankSetup) -> SchedulerMetrics | None:
             startup_available_gpu_memory_gb=current_platform().memory_info().free_bytes / 1e9,
         )
     )
+    prefill_gb = ready.memory_usage["prefill_graph"]
+    metrics.set_graph_memory(
+        {"decode": ready.memory_usage["graph"] - prefill_gb, "prefill": prefill_gb}
+    )
     return metrics
 
 
-def _count_replays(setup: RankSetup) -> int:
-    """CUDA graphs that were replayed so far: of plain decode steps, or of parts of others."""
-    plain = setup.target_worker.model_runner.decode_runner
-    num_plain = plain.num_steps if isinstance(plain, CudaGraphRunner) else 0
+def _count_replays(setup: RankSetup) -> dict[str, int]:
+    """CUDA graphs that were replayed so far, by what they are of: see `SchedulerReports`."""
+    runner = setup.target_worker.model_runner
+    replays = {}
+    if isinstance(runner.decode_runner, CudaGraphRunner):
+        replays["decode"] = runner.decode_runner.num_steps
+    if runner.prefill_runner is not None:
+        replays[PREFILL_MODE] = runner.prefill_runner.num_steps
     graphs = setup.draft_worker.graphs if setup.draft_worker is not None else None
-    return num_plain + (sum(graphs.num_steps.values()) if graphs is not None else 0)
+    if graphs is not None:
+        replays |= {f"speculative_{kind.value}": n for kind, n in graphs.num_steps.items()}
+    return replays
 
 
 def _report_facts(setup: RankSetup) -> ReportFacts:

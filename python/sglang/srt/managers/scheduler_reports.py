@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,9 @@ class RequestsNow:
 Look = Callable[[], RequestsNow]
 
 
+PREFILL_MODE = "prefill"
+
+
 class SchedulerReports:
     """Statistics of one scheduler.
 
@@ -72,9 +75,12 @@ class SchedulerReports:
         results: BatchResultProcessor,
         metrics: SchedulerMetrics | None,
         new_token_ratio: NewTokenRatio,
-        count_replays: Callable[[], int] = lambda: 0,
+        count_replays: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`count_replays`: captured steps, or parts of one, that were replayed so far."""
+        """`count_replays`: captured steps that were replayed so far, by what they are of.
+
+        PREFILL_MODE, decode, or a part of a speculative step.
+        """
         self.facts = facts
         self.tree_cache = tree_cache
         self.allocator = allocator
@@ -92,7 +98,8 @@ class SchedulerReports:
         self._busy_s = 0.0  # of the window: a step was in flight
         self._busy_until = 0.0
         self.occupancy = 0.0  # of the last window: share of time with a step in flight
-        self._replays_seen = 0
+        self._replays_seen = 0  # of steps that generate
+        self._replays_shown: dict[str, int] = {}
         self._is_replaying = False  # the decode steps of the last window were captured ones
         self._window_start = time.perf_counter()
         self._window_tokens = 0
@@ -153,7 +160,7 @@ class SchedulerReports:
         if self._decode_steps % self.facts.decode_log_interval:
             return
         self._close_window()
-        replays = self.count_replays()
+        replays = sum(n for mode, n in self.count_replays().items() if mode != PREFILL_MODE)
         self._is_replaying, self._replays_seen = replays > self._replays_seen, replays
         if self.metrics is None and not self.facts.is_logging_rank:
             return
@@ -291,6 +298,9 @@ class SchedulerReports:
                 hicache_host_total_tokens=host_total,
             )
         )
+        for mode, count in self.count_replays().items():
+            self.metrics.count_graph_passes(mode, count - self._replays_shown.get(mode, 0))
+            self._replays_shown[mode] = count
         for name, pool in self.tree_cache.side_pools().items():
             self.metrics.log_side_pool(
                 name, used=pool.used, evictable=pool.evictable, total=pool.total

@@ -749,7 +749,10 @@ class TokenizerManager:
 
         A held request that names no replica counts for one of them in turn.
         """
+        begin = time.monotonic()
         loads = await self.control.get_loads()
+        if self.metrics is not None:
+            self.metrics.observe_get_loads(time.monotonic() - begin)
         for index, state in enumerate(self._held()):
             rank = state.single.routed_dp_rank
             load = loads[index % len(loads) if rank is None else rank]

@@ -160,6 +160,7 @@ class ModelRunner:
         torch.manual_seed(config.random_seed)
 
         self.graph_bytes = 0
+        self.prefill_graph_bytes = 0  # of these
         self.num_state_snapshots = 0
         start = time.perf_counter()
         self.model = self._load(after_load)
@@ -294,7 +295,8 @@ class ModelRunner:
             show_progress=self.tp.rank == 0,
             pool=pool,
         )
-        self.graph_bytes += max(before - platform.memory_info().free_bytes, 0)
+        self.prefill_graph_bytes = max(before - platform.memory_info().free_bytes, 0)
+        self.graph_bytes += self.prefill_graph_bytes
 
     def _init_memory_pools(self) -> None:
         config, model = self.config, self.model_config
@@ -475,5 +477,6 @@ class ModelRunner:
             "weight": round(self.weight_bytes / 1e9, 3),
             "kv_cache": round(self.kv_cache_bytes / 1e9, 3),
             "graph": round(self.graph_bytes / 1e9, 3),
+            "prefill_graph": round(self.prefill_graph_bytes / 1e9, 3),
             "token_capacity": self.max_total_num_tokens,
         }

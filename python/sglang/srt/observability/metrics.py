@@ -171,6 +171,9 @@ class SchedulerMetrics:
             "queue_time_seconds", "Seconds in the waiting queue.", QUEUE_BUCKETS_S
         )
         self._cache = CacheMetrics(make, self._labels)
+        self._graph_passes = make.counter(
+            "cuda_graph_passes", "Replays of captured steps, by what they are of.", "mode"
+        )
         self._weight_load = make.gauge(
             "weight_load_duration_seconds", "Seconds of the last weight update.", "source"
         )
@@ -207,6 +210,16 @@ class SchedulerMetrics:
         for spec in fields(constants):
             gauge = self._make.gauge(spec.name, _doc(spec.name))
             gauge.labels(**self._labels).set(getattr(constants, spec.name))
+
+    def set_graph_memory(self, by_phase: Mapping[str, float]) -> None:
+        """Show the GB that captured steps take, by phase. Called once."""
+        gauge = self._make.gauge("graph_memory_usage_gb", _doc("graph_memory_usage_gb"), "phase")
+        for phase, num_gb in by_phase.items():
+            gauge.labels(**self._labels, phase=phase).set(num_gb)
+
+    def count_graph_passes(self, mode: str, count: int) -> None:
+        """So many captured steps, or parts of one, were replayed."""
+        self._graph_passes.labels(**self._labels, mode=mode).inc(count)
 
     def count_prefill(self, computed_tokens: int, cached_tokens: int) -> None:
         """Prompt tokens of a prefill step: computed, and found in the cache."""
@@ -386,6 +399,12 @@ class TokenizerMetrics:
             itl_limits,
             "is_streaming",
         )
+        self._startup = make.gauge("startup_time_seconds", "Seconds of the start.", "phase")
+        self._get_loads = make.histogram(
+            "get_loads_duration_seconds",
+            "Seconds until all replicas told their load.",
+            ITL_BUCKETS_S,
+        )
         self._e2e = make.histogram(
             "e2e_request_latency_seconds",
             "Seconds from arrival to the last token.",
@@ -410,6 +429,14 @@ class TokenizerMetrics:
             self._structured.labels(**labels).inc()
         self._observe_tokens(request, labels, streaming)
         self._observe_times(request, streaming)
+
+    def set_startup(self, phase: str, seconds: float) -> None:
+        """Show how long a phase of the start took."""
+        self._startup.labels(**self._labels, phase=phase).set(seconds)
+
+    def observe_get_loads(self, seconds: float) -> None:
+        """The replicas were asked for their load, and this is how long they took."""
+        self._get_loads.labels(**self._labels).observe(seconds)
 
     def show_held(self, num_reqs: int, *, is_paused: bool) -> None:
         """Show how many requests no scheduler knows yet, and whether because of a pause."""

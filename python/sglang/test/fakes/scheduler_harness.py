@@ -203,7 +203,7 @@ class SchedulerHarness:
                 allocator=allocator,
                 results=results,
                 metrics=self._metrics,
-                count_replays=lambda: self.num_replays,
+                count_replays=lambda: {"decode": self.num_replays},
                 new_token_ratio=ratio,
             ),
             profiler=SchedulerProfiler(0, 0),
