@@ -1,14 +1,14 @@
 """Follow what a server's KV cache holds, as a router does that sends requests to their prefix.
 
-    python -m sglang.launch_server ... --kv-events-config '{"replay_endpoint": "tcp://127.0.0.1:0"}'
-    python examples/follow_kv_events.py --url http://127.0.0.1:30000
+    scripts/serve.sh --kv-events-config '{"replay_endpoint": "tcp://127.0.0.1:5657"}'
+    .venv/bin/python examples/follow_kv_events.py --url http://127.0.0.1:30000
 
 Prints the blocks held after each batch. `CacheView` is all that a router needs of it: fed with the
 events, it says how many tokens of a prompt the server could take from its cache.
 
-Batches are numbered. A gap means that this end was too slow or connected late: what is missing is
-asked for at the replay endpoint; where that has it no more (or there is none), the view begins anew
-and learns of blocks as they come.
+Batches are numbered. A gap means that this end was too slow, or that the server was started anew:
+what is missing is asked for at the replay endpoint; where that has not all of it (or there is
+none), the view begins anew and learns of blocks as they come.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import requests
@@ -93,8 +94,8 @@ class Follower:
         if not publisher["is_bound"]:
             raise ValueError(f"the server sends its events to {publisher['endpoint']}")
         self.view = CacheView(info["block_size"])
-        self.num_missed = 0
-        self._next_seq = 0
+        self.num_gaps = 0  # that no replay could close
+        self._next_seq = 0  # 0: nothing came yet
         self._server_host = server_host
         self._context = zmq.Context()
         self._live = self._connect(zmq.SUB, publisher["endpoint"])
@@ -121,11 +122,6 @@ class Follower:
             return None
         _, number, payload = self._live.recv_multipart()
         seq = int.from_bytes(number, "big")
-        if seq < self._next_seq:
-            if seq > 0:
-                return []  # it came with a replay already
-            self.view.clear()  # the server was started anew
-            self._next_seq = 0
         if seq > self._next_seq:
             self.catch_up()
         return self._apply(seq, payload)
@@ -143,10 +139,10 @@ class Follower:
 
     def _apply(self, seq: int, payload: bytes) -> list[Event]:
         if seq < self._next_seq:
-            return []
-        if seq > self._next_seq:
+            return []  # it came with a replay already
+        if seq > self._next_seq > 0:
             # What was removed meanwhile is not known: better no block than one that is gone.
-            self.num_missed += seq - self._next_seq
+            self.num_gaps += 1
             self.view.clear()
         self._next_seq = seq + 1
         _, events, _ = msgspec.msgpack.decode(payload)
@@ -159,25 +155,42 @@ class Follower:
         self._context.destroy(linger=0)
 
 
+def fetch_info(url: str, api_key: str | None) -> dict[str, Any]:
+    """`kv_events` of /server_info. Raises SystemExit with a sentence."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        reply = requests.get(f"{url.rstrip('/')}/server_info", headers=headers, timeout=10)
+        reply.raise_for_status()
+        info = reply.json()["kv_events"]
+    except (requests.RequestException, KeyError) as error:
+        raise SystemExit(f"{url} does not tell of its KV events: {error}") from None
+    if info is None:
+        raise SystemExit("This server publishes no KV events: start it with --kv-events-config.")
+    return dict(info)
+
+
 def main() -> None:
     """Follow the server of the command line until interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="Base URL of the server.")
+    parser.add_argument("--api-key", help="Its key, where it has one.")
     parser.add_argument("--dp-rank", type=int, default=0, help="Which of its replicas.")
     args = parser.parse_args()
-    info = requests.get(f"{args.url}/server_info", timeout=10).json()["kv_events"]
-    if info is None:
-        raise SystemExit("This server publishes no KV events: start it with --kv-events-config.")
-    host = args.url.split("//")[-1].rsplit(":", 1)[0]
-    follower = Follower(info, args.dp_rank, host)
+    info = fetch_info(args.url, args.api_key)
+    if not 0 <= args.dp_rank < info["dp_size"]:
+        raise SystemExit(f"--dp-rank must be below {info['dp_size']}.")
+    try:
+        follower = Follower(info, args.dp_rank, urlsplit(args.url).hostname or "127.0.0.1")
+    except ValueError as error:
+        raise SystemExit(f"Nothing to follow here: {error}.") from None
     follower.catch_up()
     try:
         while True:
             events = follower.poll(timeout_s=3600)
             held = {medium: len(blocks) for medium, blocks in follower.view.held.items()}
-            missed = f", {follower.num_missed} batches missed" if follower.num_missed else ""
+            gaps = f", {follower.num_gaps} gaps" if follower.num_gaps else ""
             now = time.strftime("%H:%M:%S")
-            print(f"{now} {len(events or [])} events; blocks held: {held}{missed}", flush=True)
+            print(f"{now} {len(events or [])} events; blocks held: {held}{gaps}", flush=True)
     except KeyboardInterrupt:
         pass
     finally:

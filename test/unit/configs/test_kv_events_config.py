@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.configs.kv_events_config import KVEventsConfig, must_bind, rank_endpoint
+from sglang.srt.configs.kv_events_config import KVEventsConfig, rank_endpoint
 from sglang.srt.server_args import ServerArgs
 
 
@@ -37,23 +37,6 @@ def test_each_replica_has_an_address_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "binds"),
-    [
-        ("tcp://*:1", True),
-        ("tcp://0.0.0.0:1", True),
-        ("tcp://[::]:1", True),
-        ("tcp://127.0.0.1:1", True),
-        ("tcp://localhost:1", True),
-        ("ipc:///run/kv", True),
-        ("tcp://indexer.example:1", False),
-        ("tcp://10.0.0.7:1", False),
-    ],
-)
-def test_who_waits_for_whom(endpoint: str, binds: bool) -> None:
-    assert must_bind(endpoint) is binds
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "JSON"),
@@ -64,6 +47,7 @@ def test_who_waits_for_whom(endpoint: str, binds: bool) -> None:
         ('{"buffer_steps": "many"}', "buffer_steps"),
         ('{"max_queue_size": true}', "max_queue_size"),
         ('{"topic": 7}', "topic"),
+        (r'{"topic": "\ud800"}', "encode"),
     ],
 )
 def test_bad_values_are_named(text: str, said: str) -> None:
@@ -78,6 +62,8 @@ def test_bad_values_are_named(text: str, said: str) -> None:
         ({"endpoint": "udp://*:1"}, "endpoint must be tcp://HOST:PORT or ipc://PATH"),
         ({"endpoint": "inproc://x"}, "endpoint must be"),
         ({"endpoint": "ipc://"}, "endpoint must be"),
+        ({"endpoint": "ipc://*"}, "endpoint must be"),
+        ({"endpoint": "ipc:///run/a\0b"}, "endpoint must be"),
         ({"endpoint": ""}, "endpoint must be"),
         ({"endpoint": "tcp://*"}, "host:port"),
         ({"endpoint": "tcp://*:70000"}, "host:port"),
@@ -85,7 +71,7 @@ def test_bad_values_are_named(text: str, said: str) -> None:
         ({"endpoint": "tcp://*:65535"}, "replica 1 would be port 65536"),
         ({"endpoint": "tcp://*:30000"}, "the HTTP server"),
         ({"endpoint": "tcp://*:29999"}, "replica 1 and the HTTP server"),
-        ({"endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7001"}, "share port 7001"),
+        ({"endpoint": "tcp://*:7000", "replay_endpoint": "tcp://*:7001"}, "share tcp://*:7001"),
         ({"endpoint": "ipc:///a", "replay_endpoint": "ipc:///a"}, "share ipc:///a"),
     ],
 )
@@ -98,6 +84,11 @@ def test_addresses_that_cannot_be(keys: dict[str, Any], said: str) -> None:
 def test_free_ports_share_nothing() -> None:
     config = config_of(endpoint="tcp://*:0", replay_endpoint="tcp://*:0")
     config.check(host="127.0.0.1", port=30000, dp_size=4)
+
+
+def test_other_hosts_share_nothing() -> None:
+    config = config_of(endpoint="tcp://10.9.9.9:30000", replay_endpoint="tcp://127.0.0.1:30001")
+    config.check(host="127.0.0.1", port=30000, dp_size=1)
 
 
 def test_server_args_check_it() -> None:

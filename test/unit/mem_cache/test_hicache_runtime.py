@@ -402,6 +402,7 @@ def test_events_name_pages_by_their_chain() -> None:
     engine.settle()
     engine.evict_all()
     removed = [event for event in engine.tree.take_events() if isinstance(event, BlockRemoved)]
+    removed.reverse()  # a page leaves before the one it follows
     assert [event.block_hashes for event in removed] == [event.block_hashes for event in stored]
 
 

@@ -17,7 +17,7 @@ from sglang.srt.utils.network import NetworkAddress
 _FLAG = "--kv-events-config"
 _DEFAULT_PORT = 5557
 _TCP, _IPC = "tcp://", "ipc://"
-_WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
+WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 _MOST_PORT = 65535
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -47,9 +47,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Read the flag's value. Raises ValueError that names the flag and the key."""
         values = parse_json_object(text, _FLAG)
         try:
-            return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
+            config = msgspec.convert(values, cls)
+            config.topic.encode()
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise ValueError(f"{_FLAG}: {error}") from None
+        return config
 
     @property
     def is_enabled(self) -> bool:
@@ -61,7 +63,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         ``host``, ``port``: of the HTTP server. Raises ValueError.
         """
-        taken: dict[str, str] = {f"port {port}": "the HTTP server"}
+        taken = {NetworkAddress(host, port).to_tcp(): "the HTTP server"}
         for key, base in (
             ("endpoint", self.publish_endpoint(host)),
             ("replay_endpoint", self.replay_endpoint),
@@ -69,11 +71,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             for dp_rank in range(dp_size if base is not None else 0):
                 address = rank_endpoint(str(base), dp_rank, key)
                 owner = f"{key} of replica {dp_rank}"
-                place = _place(address)
-                if place is not None and place in taken:
-                    raise ValueError(f"{_FLAG}: {owner} and {taken[place]} would share {place}.")
-                if place is not None:
-                    taken[place] = owner
+                for other, other_owner in taken.items():
+                    if _are_one_place(address, other):
+                        raise ValueError(
+                            f"{_FLAG}: {owner} and {other_owner} would share {address}."
+                        )
+                taken[address] = owner
 
     def publish_endpoint(self, host: str) -> str:
         """The address of replica 0, before its port is known where that is 0."""
@@ -87,7 +90,7 @@ def rank_endpoint(base: str, dp_rank: int, key: str = "endpoint") -> str:
 
     Raises ValueError for what is no ``tcp://HOST:PORT`` or ``ipc://PATH``.
     """
-    if base.startswith(_IPC) and len(base) > len(_IPC):
+    if base.startswith(_IPC) and len(base) > len(_IPC) and not set(base) & {"*", "\0"}:
         return base if dp_rank == 0 else f"{base}_dp{dp_rank}"
     if not base.startswith(_TCP):
         raise ValueError(f"{_FLAG}: {key} must be tcp://HOST:PORT or ipc://PATH, not {base!r}.")
@@ -101,20 +104,10 @@ def rank_endpoint(base: str, dp_rank: int, key: str = "endpoint") -> str:
     return NetworkAddress(address.host, port).to_tcp()
 
 
-def must_bind(endpoint: str) -> bool:
-    """Whether the server waits for peers at an address; else it connects to a collector there.
-
-    It binds files, wildcards and loopback addresses.
-    """
-    if endpoint.startswith(_IPC):
-        return True
-    host = NetworkAddress.parse(endpoint).host
-    return host in _WILDCARD_HOSTS or host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _place(address: str) -> str | None:
-    """What no two sockets of a server may share; None for a port that is still to be found."""
-    if address.startswith(_IPC):
-        return address
-    port = NetworkAddress.parse(address).port
-    return f"port {port}" if port else None
+def _are_one_place(address: str, other: str) -> bool:
+    """Whether two sockets cannot both have these; a port that is still to be found is no place."""
+    if address.startswith(_IPC) or other.startswith(_IPC):
+        return address == other
+    one, two = NetworkAddress.parse(address), NetworkAddress.parse(other)
+    is_same_host = one.host == two.host or bool({one.host, two.host} & set(WILDCARD_HOSTS))
+    return is_same_host and one.port == two.port and one.port != 0

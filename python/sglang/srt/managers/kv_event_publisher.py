@@ -3,42 +3,54 @@
 Owns the sockets and the thread that serves them. The scheduler hands over batches and never waits:
 a batch that nobody takes in time is dropped, and its number missing tells the subscriber.
 
-Live messages have three frames: topic, number (unsigned, 8 bytes, big-endian, from 0), batch
-(msgpack of `KVEventBatch`). A replay request is the number to begin at, alone or behind an empty
-frame, on a DEALER or REQ socket; each reply is an empty frame, number, batch; the last one has
-number 2**64 - 1 and an empty batch. These are the frames of SGLang's and vLLM's publishers.
+Live messages have three frames: topic, number (unsigned, 8 bytes, big-endian), batch (msgpack of
+`KVEventBatch`). A replay request is the number to begin at, alone or behind an empty frame, on a
+DEALER or REQ socket; each reply is an empty frame, number, batch; the last one has number 2**64 - 1
+and an empty batch. These are the frames of SGLang's and vLLM's publishers.
+
+Numbers go up by one from the microsecond of the start, so that those of a server that was started
+anew are higher than all of before, and its subscribers see that something is missing; the first
+batch says that nothing is held.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from sglang.srt.configs.kv_events_config import KVEventsConfig, must_bind, rank_endpoint
+from sglang.srt.configs.kv_events_config import KVEventsConfig, rank_endpoint
 from sglang.srt.managers.io_struct import KVEventEndpoints
-from sglang.srt.mem_cache.events import BlockStored, KVEvent, KVEventBatch
+from sglang.srt.mem_cache.events import AllBlocksCleared, BlockStored, KVEvent, KVEventBatch
 from sglang.srt.utils.network import NetworkAddress
+from sglang.srt.utils.zmq_endpoints import bindable, check_socket_file, remove_socket_file
 
 logger = logging.getLogger(__name__)
 
-# A message holds blocks of at most so many tokens (about 100 KB), so that high-water marks, which
-# count messages, bound memory.
-_MAX_BATCH_TOKENS = 16_384
+# Messages are at most about so long, so that high-water marks, which count them, bound memory.
+_MAX_BATCH_BYTES = 100_000
+# What an event takes, as sent: names and hashes, and the most that a token id takes.
+_EVENT_BYTES, _TOKEN_BYTES = 180, 5
 # Batches kept for replay: at most so many bytes, however few batches that are.
 _MAX_REPLAY_BYTES = 256 << 20
+# Peers send subscriptions and numbers; ZeroMQ hangs up on who sends more.
+_MAX_PEER_BYTES = 1024
+_HANDSHAKE_MS = 5000
+# Replays take at most this share of the time: they hold what the scheduler's thread needs, too.
+_REPLAY_SHARE = 0.1
 _END_OF_REPLAY = b"\xff" * 8
 _LINGER_MS = 1000
 _STOP = b""
+_COLLECTOR_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 
 Socket = zmq.Socket[bytes]
 
@@ -53,7 +65,7 @@ class KVEventPublisher:
         """
         self._dp_rank = dp_rank
         self._encoder = msgspec.msgpack.Encoder()
-        self._next_seq = 0
+        self._next_seq = time.time_ns() // 1000
         self._num_dropped = 0
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
@@ -67,27 +79,31 @@ class KVEventPublisher:
         self._thread.start()
         logger.info(
             "KV events: %s %s, replay %s",
-            "subscribe to" if self.endpoints.is_bound else "sent to",
+            "subscribe to" if self.endpoints.is_bound else "sent to the collector",
             self.endpoints.endpoint,
             self.endpoints.replay_endpoint or "off",
         )
+        self.publish([AllBlocksCleared()])
 
     def _open(self, config: KVEventsConfig, host: str) -> _Sockets:
-        publish = self._context.socket(zmq.PUB)
-        publish.sndhwm = config.hwm
+        publish = self._make(zmq.PUB, config.hwm)
         publish.linger = _LINGER_MS
-        base = config.publish_endpoint(host)
-        endpoint = _attach(publish, rank_endpoint(base, self._dp_rank))
+        endpoint = rank_endpoint(config.publish_endpoint(host), self._dp_rank)
+        place, watch = bindable(endpoint), None
+        if place is None:
+            watch = publish.get_monitor_socket(_COLLECTOR_EVENTS)
+            _connect(publish, endpoint)
+        else:
+            endpoint = _bind(publish, endpoint, place)
         replay, replay_endpoint = None, None
         if config.replay_endpoint is not None:
-            replay = self._context.socket(zmq.ROUTER)
-            # What one peer was sent and does not read; beyond it, replies to it are lost.
-            replay.sndhwm = config.buffer_steps + 1
+            # The mark: what one peer was sent and does not read; beyond it, replies are lost.
+            replay = self._make(zmq.ROUTER, config.buffer_steps + 1)
             replay.linger = 0
             address = rank_endpoint(config.replay_endpoint, self._dp_rank, "replay_endpoint")
-            replay_endpoint = _bind(replay, address)
+            replay_endpoint = _bind(replay, address, bindable(address))
         self.endpoints = KVEventEndpoints(
-            endpoint=endpoint, replay_endpoint=replay_endpoint, is_bound=must_bind(endpoint)
+            endpoint=endpoint, replay_endpoint=replay_endpoint, is_bound=place is not None
         )
         inbox = self._context.socket(zmq.PULL)
         inbox.rcvhwm = 1
@@ -95,7 +111,14 @@ class KVEventPublisher:
         self._outbox = self._context.socket(zmq.PUSH)
         self._outbox.sndhwm = config.max_queue_size
         self._outbox.connect("inproc://batches")
-        return _Sockets(inbox, publish, replay)
+        return _Sockets(inbox, publish, replay, watch, endpoint)
+
+    def _make(self, kind: int, high_water_mark: int) -> Socket:
+        made = self._context.socket(kind)
+        made.sndhwm = high_water_mark
+        made.maxmsgsize = _MAX_PEER_BYTES
+        made.handshake_ivl = _HANDSHAKE_MS
+        return made
 
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Send events to all subscribers, in order. Never blocks, never raises for a peer."""
@@ -121,6 +144,9 @@ class KVEventPublisher:
         self._thread.join(2 * _LINGER_MS / 1000)
         if not self._thread.is_alive():
             self._context.term()
+            if self.endpoints.is_bound:
+                remove_socket_file(self.endpoints.endpoint)
+            remove_socket_file(self.endpoints.replay_endpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +154,16 @@ class _Sockets:
     inbox: Socket
     publish: Socket
     replay: Socket | None
+    watch: Socket | None  # tells of the connection to a collector
+    collector: str
+
+    def close(self) -> None:
+        """All of them."""
+        if self.watch is not None:
+            self.publish.disable_monitor()
+        for one in (self.inbox, self.publish, self.replay):
+            if one is not None:
+                one.close()
 
 
 class _EventServer:
@@ -136,35 +172,40 @@ class _EventServer:
     def __init__(self, sockets: _Sockets, config: KVEventsConfig) -> None:
         self._sockets = sockets
         self._topic = config.topic.encode()
-        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept: deque[tuple[bytes, bytes]] = deque()  # number, batch
         self._kept_bytes = 0
         self._max_kept = config.buffer_steps if sockets.replay is not None else 0
+        self._no_replay_before = 0.0  # by time.monotonic
         self._has_warned = False
+        self._is_collected: bool | None = None  # None: not known yet
 
     def run(self) -> None:
         """Serve until the stop message."""
-        sockets = self._sockets
-        poller = zmq.Poller()
-        poller.register(sockets.inbox, zmq.POLLIN)
-        if sockets.replay is not None:
-            poller.register(sockets.replay, zmq.POLLIN)
         try:
-            while self._step(dict(poller.poll())):
+            while self._step():
                 pass
         except Exception:
             logger.exception("KV events are not published any more")
         finally:
-            for one in (sockets.inbox, sockets.publish, sockets.replay):
-                if one is not None:
-                    one.close()
+            self._sockets.close()
 
-    def _step(self, ready: dict[Socket, int]) -> bool:
+    def _step(self) -> bool:
+        """Wait for something and do it; False: it was the stop message."""
+        sockets, rest_s = self._sockets, self._no_replay_before - time.monotonic()
+        poller = zmq.Poller()
+        for one in (sockets.inbox, sockets.watch, sockets.replay if rest_s <= 0 else None):
+            if one is not None:
+                poller.register(one, zmq.POLLIN)
+        is_resting = sockets.replay is not None and rest_s > 0
+        ready = dict(poller.poll(int(rest_s * 1000) + 1 if is_resting else None))
         # Before a request too: it is answered with all that was published before it was sent.
-        while self._sockets.inbox.poll(0):
+        while sockets.inbox.poll(0):
             if not self._forward():
                 return False
-        if self._sockets.replay is not None and self._sockets.replay in ready:
-            self._answer(self._sockets.replay)
+        if sockets.replay is not None and sockets.replay in ready:
+            self._answer(sockets.replay)
+        if sockets.watch is not None and sockets.watch in ready:
+            self._tell_of_collector(sockets.watch)
         return True
 
     def _forward(self) -> bool:
@@ -173,10 +214,10 @@ class _EventServer:
             return False
         seq, payload = frames
         self._sockets.publish.send_multipart([self._topic, seq, payload])
-        self._keep(int.from_bytes(seq, "big"), payload)
+        self._keep(seq, payload)
         return True
 
-    def _keep(self, seq: int, payload: bytes) -> None:
+    def _keep(self, seq: bytes, payload: bytes) -> None:
         if not self._max_kept:
             return
         self._kept.append((seq, payload))
@@ -185,78 +226,73 @@ class _EventServer:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self, replay: Socket) -> None:
+        begin = time.monotonic()
         peer, *request = replay.recv_multipart()
         if not request or len(request[-1]) != 8 or any(request[:-1]):
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning("KV events: a replay request is not 8 bytes; such are ignored")
             return
-        first = int.from_bytes(request[-1], "big")
         for seq, payload in self._kept:
-            if seq >= first:
-                replay.send_multipart([peer, b"", seq.to_bytes(8, "big"), payload])
+            if seq >= request[-1]:  # big-endian numbers compare as they are
+                # Not copied: all peers that do not read share the batches that wait for them.
+                replay.send_multipart([peer, b"", seq, payload], copy=False)
         replay.send_multipart([peer, b"", _END_OF_REPLAY, b""])
+        now = time.monotonic()
+        self._no_replay_before = now + (now - begin) * (1 / _REPLAY_SHARE - 1)
+
+    def _tell_of_collector(self, watch: Socket) -> None:
+        event: dict[str, Any] = dict(parse_monitor_message(watch.recv_multipart()))
+        is_collected = event["event"] == zmq.EVENT_CONNECTED
+        if is_collected == self._is_collected:
+            return
+        self._is_collected = is_collected
+        if is_collected:
+            logger.info("KV events: connected to %s", self._sockets.collector)
+        else:
+            logger.warning("KV events: %s cannot be reached", self._sockets.collector)
 
 
 def _split(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
     """Yield the events in order, in lists of bounded size."""
     part: list[KVEvent] = []
-    num_tokens = 0
+    num_bytes = 0
     for event in events:
-        size = len(event.token_ids) if isinstance(event, BlockStored) else 1
-        if part and num_tokens + size > _MAX_BATCH_TOKENS:
+        size = _EVENT_BYTES
+        if isinstance(event, BlockStored):
+            size += _TOKEN_BYTES * len(event.token_ids)
+        if part and num_bytes + size > _MAX_BATCH_BYTES:
             yield part
-            part, num_tokens = [], 0
+            part, num_bytes = [], 0
         part.append(event)
-        num_tokens += size
+        num_bytes += size
     if part:
         yield part
 
 
-def _attach(one: Socket, endpoint: str) -> str:
-    """Bind or connect; return the address, see `_bind`."""
-    if must_bind(endpoint):
-        return _bind(one, endpoint)
+def _connect(one: Socket, endpoint: str) -> None:
+    """To a collector on another host."""
+    if NetworkAddress.parse(endpoint).port == 0:
+        raise ValueError(f"--kv-events-config: {endpoint} is not of this host and needs a port.")
     try:
-        one.ipv6 = "[" in endpoint
+        one.ipv6 = True
         one.connect(endpoint)
     except zmq.ZMQError as error:
         raise ValueError(f"--kv-events-config: cannot connect to {endpoint}: {error}") from None
-    return endpoint
 
 
-def _bind(one: Socket, endpoint: str) -> str:
+def _bind(one: Socket, endpoint: str, place: str | None) -> str:
     """Listen; return the address, with the port that the system chose where it was to choose."""
+    refusal = f"--kv-events-config: cannot listen on {endpoint}"
+    if place is None:
+        raise ValueError(f"{refusal}: it is not of this host.")
     try:
-        _check_not_served(endpoint)
-        one.ipv6 = "[" in endpoint
-        one.bind(_bindable(endpoint))
+        check_socket_file(endpoint)
+        one.ipv6 = "[" in place
+        one.bind(place)
     except (zmq.ZMQError, OSError) as error:
-        raise ValueError(f"--kv-events-config: cannot listen on {endpoint}: {error}") from None
+        raise ValueError(f"{refusal}: {error}") from None
     if endpoint.startswith("ipc://"):
         return endpoint
     bound = NetworkAddress.parse(one.getsockopt_string(zmq.LAST_ENDPOINT))
     return NetworkAddress(NetworkAddress.parse(endpoint).host, bound.port).to_tcp()
-
-
-def _bindable(endpoint: str) -> str:
-    """The address as ZeroMQ binds it, which knows no host names."""
-    if endpoint.startswith("ipc://"):
-        return endpoint
-    address = NetworkAddress.parse(endpoint)
-    is_name = address.host == "localhost"
-    return NetworkAddress("127.0.0.1", address.port).to_tcp() if is_name else endpoint
-
-
-def _check_not_served(endpoint: str) -> None:
-    """Raise OSError where another process listens on a socket file: ZeroMQ would replace it."""
-    if not endpoint.startswith("ipc://"):
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(endpoint.removeprefix("ipc://"))
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ECONNREFUSED):
-                return
-            raise
-    raise OSError(errno.EADDRINUSE, "another process listens there")

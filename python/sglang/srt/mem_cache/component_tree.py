@@ -404,10 +404,14 @@ class ComponentTree(BasePrefixCache):
         lower.key = lower.key[num_units:]
         lower.parent = upper
         upper.children[lower.key.child_key(self.page_size)] = lower
+        num_pages = num_units // self.page_size
         if lower.hash_value is not None:
-            num_pages = num_units // self.page_size
             upper.hash_value = lower.hash_value[:num_pages]
             lower.hash_value = lower.hash_value[num_pages:]
+        upper.told_media = lower.told_media
+        if lower.event_hashes is not None:
+            upper.event_hashes = lower.event_hashes[:num_pages]
+            lower.event_hashes = lower.event_hashes[num_pages:]
         for component in self.components.values():
             component.split(upper, lower, num_units)
         self._on_split(upper, lower)
@@ -483,17 +487,34 @@ class ComponentTree(BasePrefixCache):
 
         So a chain never begins in the middle, whenever storage was attached.
         """
+        return self._chain(node, "hash_value", lambda key: key)
+
+    def event_hashes(self, node: TreeNode) -> list[PageHash]:
+        """Return the hashes that events name a node's pages by, as ``page_hashes``.
+
+        Those of pages, but where KV depends on the tokens behind a page: subscribers do not know
+        these, so their blocks are named by the page's own tokens and those before.
+        """
+        if not self.is_eagle:
+            return self.page_hashes(node)
+        return self._chain(node, "event_hashes", RadixKey.without_lookahead)
+
+    def _chain(
+        self, node: TreeNode, name: str, hashed: Callable[[RadixKey], RadixKey]
+    ) -> list[PageHash]:
         missing: list[TreeNode] = []
         current = node
-        while current.parent is not None and current.hash_value is None:
+        while current.parent is not None and getattr(current, name) is None:
             missing.append(current)
             current = current.parent
-        prior = current.hash_value[-1] if current.hash_value else None
+        before = getattr(current, name)
+        prior = before[-1] if before else None
         for current in reversed(missing):
             seed = self._hash_seed(current.key)
-            current.hash_value = current.key.page_hashes(self.page_size, seed, prior)
-            prior = current.hash_value[-1]
-        return node.hash_value or []
+            hashes = hashed(current.key).page_hashes(self.page_size, seed, prior)
+            setattr(current, name, hashes)
+            prior = hashes[-1]
+        return getattr(node, name) or []
 
     def take_events(self) -> list[KVEvent]:
         """See the base class."""
@@ -507,6 +528,7 @@ class ComponentTree(BasePrefixCache):
             return
         self._events.cleared()
         for node in self.iter_nodes():
+            node.told_media = frozenset()
             if not node.evicted:
                 self._report(node, StorageMedium.GPU, is_stored=True)
             if node.backuped and node.write_through_pending_id is None:
@@ -535,13 +557,16 @@ class ComponentTree(BasePrefixCache):
 
         Those of other weights left when the weights did: no request can match them.
         """
-        if self._events is None or not self._is_current(node):
+        if self._events is None or is_stored == (medium in node.told_media):
             return
-        self.page_hashes(node)
-        if is_stored:
-            self._events.stored(node, medium)
-        else:
-            self._events.removed(node, medium)
+        if not is_stored:
+            node.told_media -= {medium}
+            self._events.removed(self.event_hashes(node), medium)
+        elif self._is_current(node):
+            node.told_media |= {medium}
+            hashes = self.event_hashes(node)
+            before = self.event_hashes(node.parent) if node.parent is not None else []
+            self._events.stored(node.key, hashes, before[-1] if before else None, medium)
 
     # -- requests -------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ Scheduler thread only.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
-from sglang.srt.mem_cache.page_key import PageHash
-from sglang.srt.mem_cache.tree_components.base import TreeNode
+from sglang.srt.mem_cache.page_key import PageHash, RadixKey
 
 
 class StorageMedium(StrEnum):
@@ -68,52 +69,61 @@ def block_hash(page_hash: PageHash) -> int:
 
 
 class EventRecorder:
-    """Collects events until they are taken. Nodes must have their page hashes."""
+    """Collects events until they are taken.
+
+    Two pages of one name may be held at a time, where they differ in what follows them: the block
+    leaves with the last of them.
+    """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._events: list[KVEvent] = []
+        self._num_held: Counter[tuple[PageHash, StorageMedium]] = Counter()
 
     def take(self) -> list[KVEvent]:
         """Return and forget what was recorded."""
         events, self._events = self._events, []
         return events
 
-    def stored(self, node: TreeNode, medium: StorageMedium) -> None:
-        """Record each page of a node."""
-        parent = node.parent
-        before = parent.hash_value[-1] if parent is not None and parent.hash_value else None
-        previous = None if before is None else block_hash(before)
-        tokens = node.key.token_ids.tolist()
-        for index, page_hash in enumerate(_hashes_of(node)):
+    def stored(
+        self,
+        key: RadixKey,
+        hashes: Sequence[PageHash],
+        hash_before: PageHash | None,
+        medium: StorageMedium,
+    ) -> None:
+        """Record each page of a key. ``hash_before``: of the page before it; None at the start."""
+        previous = None if hash_before is None else block_hash(hash_before)
+        tokens = key.token_ids.tolist()
+        for index, page_hash in enumerate(hashes):
             start = index * self._page_size
             current = block_hash(page_hash)
-            self._events.append(
-                BlockStored(
-                    block_hashes=[current],
-                    parent_block_hash=previous,
-                    # Without those after the page's own that its KV may depend on.
-                    token_ids=tokens[start : start + self._page_size],
-                    block_size=self._page_size,
-                    medium=medium,
-                    lora_id=None,
-                    lora_name=None,
-                    cache_salt=node.key.extra_key,
+            self._num_held[page_hash, medium] += 1
+            if self._num_held[page_hash, medium] == 1:
+                self._events.append(
+                    BlockStored(
+                        block_hashes=[current],
+                        parent_block_hash=previous,
+                        token_ids=tokens[start : start + self._page_size],
+                        block_size=self._page_size,
+                        medium=medium,
+                        lora_id=None,
+                        lora_name=None,
+                        cache_salt=key.extra_key,
+                    )
                 )
-            )
             previous = current
 
-    def removed(self, node: TreeNode, medium: StorageMedium) -> None:
-        """Record that a node's pages left a medium."""
-        for page_hash in _hashes_of(node):
-            self._events.append(BlockRemoved(block_hashes=[block_hash(page_hash)], medium=medium))
+    def removed(self, hashes: Sequence[PageHash], medium: StorageMedium) -> None:
+        """Record that pages left a medium, those that begin later first."""
+        for page_hash in reversed(hashes):
+            self._num_held[page_hash, medium] -= 1
+            if self._num_held[page_hash, medium] == 0:
+                del self._num_held[page_hash, medium]
+                gone = BlockRemoved(block_hashes=[block_hash(page_hash)], medium=medium)
+                self._events.append(gone)
 
     def cleared(self) -> None:
         """Record that everything is gone, and forget what was recorded before: it is of no use."""
         self._events = [AllBlocksCleared()]
-
-
-def _hashes_of(node: TreeNode) -> list[PageHash]:
-    if node.hash_value is None:
-        raise ValueError(f"{node!r} has no page hashes to report")
-    return node.hash_value
+        self._num_held.clear()

@@ -252,6 +252,11 @@ class RadixKey:
             first = num_tokens
         return max(first - self.lookahead, 0) // page_size * page_size
 
+    def without_lookahead(self) -> RadixKey:
+        """Return the same units as single tokens: each unit's first."""
+        raw = self.raw[: len(self) * TOKEN_BYTES]
+        return RadixKey(raw, self.extra_key, weights_fingerprint=self.weights_fingerprint)
+
     def page_hashes(
         self, page_size: int, seed: bytes, prior: PageHash | None = None
     ) -> list[PageHash]:

@@ -22,6 +22,8 @@ class EventOracle:
         self._tree = tree
         self.held: dict[StorageMedium, set[int]] = {medium: set() for medium in StorageMedium}
         self._blocks: dict[int, BlockStored] = {}
+        # What subscribers know a block by -> its hash; since the last clearing.
+        self._names: dict[tuple[int | None, tuple[int, ...], str | None], int] = {}
 
     def follow(self) -> None:
         """Take in what is new, through the bytes that a subscriber gets, and compare."""
@@ -36,9 +38,16 @@ class EventOracle:
         if isinstance(event, AllBlocksCleared):
             for held in self.held.values():
                 held.clear()
+            self._names.clear()
         elif isinstance(event, BlockStored):
-            self.held[event.medium].update(event.block_hashes)
-            self._blocks[event.block_hashes[0]] = event
+            (block,) = event.block_hashes
+            assert block not in self.held[event.medium], "a block came twice"
+            before = event.parent_block_hash
+            assert before is None or before in self._blocks, "a parent that was never told of"
+            self.held[event.medium].add(block)
+            name = (before, tuple(event.token_ids), event.cache_salt)
+            assert self._names.setdefault(name, block) == block, "one block under two hashes"
+            self._blocks[block] = event
         else:
             gone = set(event.block_hashes)
             assert gone <= self.held[event.medium], "a block left that had not come"
@@ -50,7 +59,7 @@ class EventOracle:
         for node in tree.iter_nodes():
             if node.key.weights_fingerprint != tree.weights_fingerprint:
                 continue
-            hashes = [block_hash(page_hash) for page_hash in tree.page_hashes(node)]
+            hashes = [block_hash(page_hash) for page_hash in tree.event_hashes(node)]
             if not node.evicted:
                 on_device.update(hashes)
             if node.backuped:

@@ -60,6 +60,8 @@ class TreeNode:
         "children",
         "data",
         "hash_value",
+        "event_hashes",
+        "told_media",
         "hit_count",
         "priority",
         "last_access_time",
@@ -79,6 +81,9 @@ class TreeNode:
         self.children: dict[Hashable, TreeNode] = {}
         self.data = [ComponentData() for _ in range(num_components)]
         self.hash_value: list[PageHash] | None = None  # one per page; set when first needed
+        # Of KV events: one hash per page, set when first needed; media that have been told of.
+        self.event_hashes: list[PageHash] | None = None
+        self.told_media: frozenset[str] = frozenset()
         self.hit_count = 0
         self.priority = 0
         self.last_access_time = 0
