@@ -180,7 +180,7 @@ class ServerArgsFields:
     kv_events_config: str | None = arg(
         None,
         'JSON object: publish over ZeroMQ what the KV cache holds, e.g. {"endpoint": '
-        '"tcp://*:5557", "topic": "kv-events"}; {} takes the defaults. All keys: docs/kv_events.md.',
+        '"tcp://*:5557", "topic": "kv-events"}; {} takes the defaults. Keys: docs/kv_events.md.',
     )
     watchdog_timeout: float = arg(
         300.0, "End the server when a scheduler loop stands still this many seconds; 0: never."
