@@ -179,6 +179,10 @@ def test_no_prefill_step_is_captured_unless_it_is_asked_for(folder: Path) -> Non
         ({"cuda_graph_bs_prefill": [64, 16], "cuda_graph_max_bs_prefill": 20}, (16,)),
         # Padding is a request too, and no longer than any other.
         ({"cuda_graph_backend_prefill": "full"}, (32, 64, 96, 128)),
+        # No step has more tokens than a chunk.
+        ({"cuda_graph_max_bs_prefill": 96, "chunked_prefill_size": 64}, (32, 64)),
+        ({"cuda_graph_bs_prefill": [16, 96], "chunked_prefill_size": 64}, (16,)),
+        ({"cuda_graph_max_bs_prefill": 80, "chunked_prefill_size": -1}, (32, 64, 80)),
         ({"cuda_graph_max_bs_prefill": 80, "disable_prefill_cuda_graph": True}, ()),
         ({"cuda_graph_max_bs_prefill": 80, "disable_cuda_graph": True}, ()),
         ({"cuda_graph_max_bs_prefill": 32, "disable_decode_cuda_graph": True}, (32,)),

@@ -6,6 +6,7 @@ Everything here needs a CUDA device; tiny models, so that it takes seconds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sglang.srt.distributed.parallel_state import TPGroup
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.graph_capture import GraphMemory, capture
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
 from sglang.srt.utils.network import get_free_port
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
@@ -181,6 +183,23 @@ def test_prefill_graphs_without_decode_graphs(tmp_path: Path) -> None:
     assert tokens_of(runner) == tokens_of(make_runner(path, "float32"))
     assert runner.prefill_runner.num_steps == 1
     assert runner.graph_bytes > 0
+
+
+def test_captured_steps_use_the_memory_of_larger_ones() -> None:
+    memory, num_bytes = GraphMemory(torch.device("cuda", 0)), 64 << 20
+
+    def step(size: int) -> torch.Tensor:
+        scratch = torch.full((size,), 3, dtype=torch.uint8, device="cuda")
+        return scratch[:2] + 1
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    found = [capture(functools.partial(step, num_bytes // n), memory) for n in range(1, 9)]
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before < 1.5 * num_bytes
+    for graph, output in found:
+        graph.replay()
+        assert output.tolist() == [4, 4]
 
 
 def test_warm_up_leaves_no_trace(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from sglang.srt import platforms
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor import prefill_graph_runner
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -31,7 +32,8 @@ from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 4
-COUNTS = [8, 24]
+COUNTS = [8, 24, 96]
+SLOTS_EACH = 100
 FULL = CaptureHiddenMode.FULL
 
 
@@ -41,6 +43,8 @@ def _platform(monkeypatch: pytest.MonkeyPatch) -> None:
     platforms.init_platform(DEVICE).configure_process(1)
     if DEVICE == "cpu":
         use_eager_graphs(monkeypatch)
+        # As where reading the device is not free.
+        monkeypatch.setattr(prefill_graph_runner, "lens_on_host", lambda lens: None)
 
 
 def make_runner(folder: Path, family: str) -> ModelRunner:
@@ -49,7 +53,7 @@ def make_runner(folder: Path, family: str) -> ModelRunner:
         attention_backend="triton",
         page_size=PAGE,
         mem_fraction_static=0.9 if DEVICE == "cuda" else None,
-        max_total_tokens=256,
+        max_total_tokens=512,
         max_running_requests=4,
         kv_cache_dtype="auto",
         random_seed=0,
@@ -95,16 +99,25 @@ def staged_batch(runner: ModelRunner, graphs: PrefillGraphRunner, step: PrefillS
 
 
 def steps_of(runner: ModelRunner) -> list[PrefillStep]:
-    """Two prompts; then more of them, and a third one. Slots are the requests' own pages."""
-    lens = [[(0, 0, 9), (1, 0, 2)], [(0, 9, 3), (1, 2, 14), (2, 0, 5)], [(2, 5, 1)]]
+    """Two prompts; then more of them, and a third one; a long one, whose keys are shared out.
+
+    Slots are the requests' own pages.
+    """
+    lens = [
+        [(0, 0, 9), (1, 0, 2)],
+        [(0, 9, 3), (1, 2, 14), (2, 0, 5)],
+        [(2, 5, 1)],
+        [(3, 0, 90)],
+        [(3, 90, 3), (2, 6, 2)],
+    ]
     steps = []
     for requests in lens:
         rows, prefix, extend = (np.array(part, dtype=np.int64) for part in zip(*requests))
         positions = np.concatenate([p + np.arange(n) for _, p, n in requests])
         owners = np.repeat(rows, extend)
-        slots = PAGE + owners * 20 + positions
+        slots = PAGE + owners * SLOTS_EACH + positions
         for row, start, count in requests:
-            columns = PAGE + row * 20 + torch.arange(start, start + count)
+            columns = PAGE + row * SLOTS_EACH + torch.arange(start, start + count)
             runner.req_to_token_pool.write(row, start, columns)
         steps.append(
             PrefillStep(
@@ -148,7 +161,7 @@ def test_a_padded_extend_equals_the_plain_one(tmp_path: Path, family: str) -> No
             key.zero_()
             value.zero_()
         found.append(parts)
-    assert graphs.num_steps == 3
+    assert graphs.num_steps == 5
     for plain, padded in zip(*found, strict=True):
         torch.testing.assert_close(padded, plain, atol=1e-4, rtol=1e-4)
         assert plain.any()
@@ -183,13 +196,37 @@ def test_one_long_request_is_divided_as_without_padding(
     runner.forward(batch_of(runner, step))
     plain = chosen[-1]
     assert graphs.stage(step, CaptureHiddenMode.NULL) is not None
-    batch = graphs._static_batch(64)
-    # As where reading the device is not free.
-    batch.seq_lens_cpu, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = [], None, None
     chosen.clear()
-    runner.forward(batch)
-    assert {config.block_m for config in chosen} == {plain.block_m}
+    runner.forward(graphs._static_batch(64))
+    assert set(chosen) == {plain}
     assert plain.block_m > launcher.MIN_ROWS
+
+
+@pytest.mark.parametrize("num_tokens", [8, 40, 200])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_requests_that_are_none_do_not_change_the_division(
+    num_tokens: int, num_kv_heads: int
+) -> None:
+    def config(batch_size: int, likely_requests: int | None) -> launcher.LaunchConfig:
+        lens = torch.zeros(batch_size, dtype=torch.int64, device=DEVICE)
+        keys = torch.zeros((1, num_kv_heads, 64), device=DEVICE)
+        return launcher.choose_config(
+            launcher.PagedAttentionInputs(
+                queries=torch.zeros((num_tokens, num_kv_heads, 64), device=DEVICE).half(),
+                keys=keys,
+                values=keys,
+                table=torch.zeros((1, 1), dtype=torch.int32, device=DEVICE),
+                table_rows=lens,
+                seq_lens=lens,
+                query_lens=lens,
+                tree_mask=None,
+                scaling=1.0,
+                window=None,
+                likely_requests=likely_requests,
+            )
+        )
+
+    assert config(8, 1) == config(1, None)
 
 
 def test_served_tokens_are_those_of_uncaptured_steps(tmp_path: Path) -> None:

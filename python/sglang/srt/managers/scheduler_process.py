@@ -218,6 +218,9 @@ def _prefill_graph_tokens(server_args: ServerArgs, model_config: ModelConfig) ->
         limit = max(requested or [0])
     # The tokens that pad a step are a request of their own.
     limit = min(limit, model_config.context_len)
+    chunk = server_args.chunked_prefill_size
+    if chunk is not None and chunk > 0:
+        limit = min(limit, chunk)  # of all requests of a step together
     return tuple(capture_token_counts(limit, requested))
 
 

@@ -8,7 +8,6 @@ thread only; with several ranks capture and `run` are collective.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.graph_capture import (
     CapturedStep,
     GraphableRunner,
+    GraphMemory,
     PackedInputs,
     StepOutputs,
     capture,
@@ -101,7 +101,7 @@ class CudaGraphRunner:
         self._graphs: dict[int, CapturedStep] = {}
         self._size_of = size_table(batch_sizes)
         self.num_steps = 0
-        self.memory_pool: Any = None  # of the graphs, for graphs that are captured later
+        self.memory = GraphMemory(runner.device)  # for graphs that are captured later, too
         self._capture_all(show_progress)
 
     def stage(self, step: np.ndarray) -> StagedStep | None:
@@ -136,9 +136,7 @@ class CudaGraphRunner:
 
     def _capture_all(self, show_progress: bool) -> None:
         sizes = self.batch_sizes
-        self.memory_pool, seconds = capture_sizes(
-            sizes, self._capture, what="", show_progress=show_progress
-        )
+        seconds = capture_sizes(sizes, self._capture, what="", show_progress=show_progress)
         logger.info(
             "captured %d decode graphs (batch %d to %d) in %.1f s",
             len(sizes),
@@ -147,11 +145,10 @@ class CudaGraphRunner:
             seconds,
         )
 
-    def _capture(self, size: int, pool: Any) -> Any:
+    def _capture(self, size: int) -> None:
         self._inputs.neutral(size)
-        graph, outputs = capture(lambda: self._step(size), self._runner.device, pool)
+        graph, outputs = capture(lambda: self._step(size), self.memory)
         self._graphs[size] = CapturedStep(graph=graph, outputs=outputs)
-        return graph.pool()
 
     def _step(self, size: int) -> StepOutputs:
         """A step from its static inputs: all that happens on the device."""

@@ -7,6 +7,7 @@ visible; anything that rebinds a parameter breaks the graphs. Absent on CPU. Sch
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,6 @@ class ReplayableGraph(Protocol):
     """The part of `torch.cuda.CUDAGraph` that its users call."""
 
     def replay(self) -> None: ...
-
-    def pool(self) -> Any: ...
 
 
 # -- a step of the model ----------------------------------------------------------------------
@@ -153,15 +152,35 @@ def lens_on_host(lens: torch.Tensor) -> list[int] | None:
 # -- capturing --------------------------------------------------------------------------------
 
 
-def capture(
-    function: Callable[[], T], device: torch.device, pool: Any
-) -> tuple[ReplayableGraph, T]:
+class GraphMemory:
+    """What captured steps work in: each uses again what nobody holds of the others.
+
+    So a replay overwrites outputs of all others, and one runs at a time. All captures into a memory
+    are on one stream, since the allocator gives freed memory to the stream alone that it was first
+    used on, and the libraries keep a workspace for each stream. They give that workspace up with
+    the first graph of the stream that goes: graphs of one memory go together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Of all captures."""
+        return torch.cuda.Stream(device=self._device)
+
+    @functools.cached_property
+    def pool(self) -> Any:
+        """The allocator's name for it."""
+        return torch.cuda.graph_pool_handle()
+
+
+def capture(function: Callable[[], T], memory: GraphMemory) -> tuple[ReplayableGraph, T]:
     """Capture a call whose inputs are static tensors. Its outputs are overwritten by each replay.
 
-    The function runs twice before. `pool`: of an earlier graph, whose memory is used again where
-    nobody holds it; None: a new one.
+    The function runs twice before.
     """
-    stream = torch.cuda.Stream(device=device)
+    stream = memory.stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Compiles kernels and allocates workspaces, which must not happen in a capture.
@@ -169,24 +188,23 @@ def capture(
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    with torch.cuda.graph(graph, pool=memory.pool, stream=stream):
         outputs = function()
     return graph, outputs
 
 
 def capture_sizes(
     sizes: Sequence[int],
-    capture_size: Callable[[int, Any], Any],
+    capture_size: Callable[[int], None],
     *,
     what: str,
     rows_each: int = 1,
     show_progress: bool,
-    pool: Any = None,
-) -> tuple[Any, float]:
-    """Call `capture_size(size, pool)` for all sizes; returns (the memory pool, seconds).
+) -> float:
+    """Call `capture_size` for all sizes; returns the seconds that it took.
 
-    The largest size comes first, so that smaller ones use its memory again; each call returns the
-    pool for the next. `sizes`: rising. `rows_each`: rows of a product, for each unit of a size.
+    The largest size comes first, so that smaller ones use its memory again. `sizes`: rising.
+    `rows_each`: rows of a product, for each unit of a size.
     """
     start = time.perf_counter()
     bar = tqdm(
@@ -199,8 +217,8 @@ def capture_sizes(
     with capturing():
         for size in bar:
             with products_of(size * rows_each):
-                pool = capture_size(size, pool)
-    return pool, time.perf_counter() - start
+                capture_size(size)
+    return time.perf_counter() - start
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from sglang.srt.model_executor.custom_weight_loader import (
 from sglang.srt.model_executor.decode_runner import DecodeRunner, StagedStep
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
+from sglang.srt.model_executor.graph_capture import GraphMemory
 from sglang.srt.model_executor.kv_cache_sizing import (
     MemoryBudget,
     num_window_tokens,
@@ -194,8 +194,8 @@ class ModelRunner:
         self.prefill_runner: PrefillGraphRunner | None = None  # by `capture_prefill`
         if config.use_decode_runner:
             graphs = self.decode_runner
-            pool = graphs.memory_pool if isinstance(graphs, CudaGraphRunner) else None
-            self.capture_prefill(CaptureHiddenMode.NULL, pool)
+            memory = graphs.memory if isinstance(graphs, CudaGraphRunner) else None
+            self.capture_prefill(CaptureHiddenMode.NULL, memory)
         self.warm_up_s = 0.0
         if config.warm_up_tokens > 0 and platform.graph_capture_supported:
             start = time.perf_counter()
@@ -272,11 +272,13 @@ class ModelRunner:
         self.graph_bytes = max(before - current_platform().memory_info().free_bytes, 0)
         return graphs
 
-    def capture_prefill(self, hidden_mode: CaptureHiddenMode, pool: Any = None) -> None:
+    def capture_prefill(
+        self, hidden_mode: CaptureHiddenMode, memory: GraphMemory | None = None
+    ) -> None:
         """Capture prefill steps where that is asked for and possible. Collective.
 
         `hidden_mode`: the states that they keep for a draft model, which must know by now which
-        layers it reads. `pool`: memory of other graphs, to be used again.
+        layers it reads. `memory`: that of other graphs, to be used again.
         """
         counts = list(self.config.prefill_graph_tokens)
         platform = current_platform()
@@ -293,7 +295,7 @@ class ModelRunner:
             hidden_mode=hidden_mode,
             pad=not self.config.disable_cuda_graph_padding,
             show_progress=self.tp.rank == 0,
-            pool=pool,
+            memory=memory,
         )
         self.prefill_graph_bytes = max(before - platform.memory_info().free_bytes, 0)
         self.graph_bytes += self.prefill_graph_bytes

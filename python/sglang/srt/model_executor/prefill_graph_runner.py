@@ -33,6 +33,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.graph_capture import (
     CapturedStep,
     GraphableRunner,
+    GraphMemory,
     PackedInputs,
     StepOutputs,
     capture,
@@ -113,12 +114,12 @@ class PrefillGraphRunner:
         hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         pad: bool = True,
         show_progress: bool = False,
-        pool: Any = None,
+        memory: GraphMemory | None = None,
     ) -> None:
         """`token_counts`: rising. Without `pad` only steps of exactly these are replayed.
 
         `hidden_mode`: which hidden states the steps keep, NULL or FULL; steps that want others are
-        not replayed. `pool`: the memory of other graphs, which is used again.
+        not replayed. `memory`: that of other graphs, to be used again; None: one of their own.
         """
         self._runner = runner
         self.token_counts = token_counts
@@ -126,9 +127,10 @@ class PrefillGraphRunner:
         self._exact_counts = None if pad else frozenset(token_counts)
         self._size_of = size_table(token_counts)
         self._packed = PackedInputs(_num_values(token_counts[-1]), runner.device)
+        self._memory = memory or GraphMemory(runner.device)
         self._graphs: dict[int, CapturedStep] = {}
         self.num_steps = 0  # replays, for tests and reports
-        self._capture_all(show_progress, pool)
+        self._capture_all(show_progress)
 
     def stage(self, step: PrefillStep, hidden_mode: CaptureHiddenMode) -> StagedPrefill | None:
         """Put the inputs of the coming step where a captured one reads them, by one copy.
@@ -204,10 +206,10 @@ class PrefillGraphRunner:
 
     # -- capture --------------------------------------------------------------------------------
 
-    def _capture_all(self, show_progress: bool, pool: Any) -> None:
+    def _capture_all(self, show_progress: bool) -> None:
         counts = self.token_counts
-        _, seconds = capture_sizes(
-            counts, self._capture, what=" of prefill", show_progress=show_progress, pool=pool
+        seconds = capture_sizes(
+            counts, self._capture, what=" of prefill", show_progress=show_progress
         )
         logger.info(
             "captured %d prefill graphs (%d to %d tokens) in %.1f s",
@@ -217,11 +219,10 @@ class PrefillGraphRunner:
             seconds,
         )
 
-    def _capture(self, size: int, pool: Any) -> Any:
+    def _capture(self, size: int) -> None:
         self._fill(_no_requests(), size)
-        graph, outputs = capture(lambda: self._step(size), self._runner.device, pool)
+        graph, outputs = capture(lambda: self._step(size), self._memory)
         self._graphs[size] = CapturedStep(graph=graph, outputs=outputs)
-        return graph.pool()
 
     def _step(self, size: int) -> StepOutputs:
         batch = self._static_batch(size)

@@ -30,6 +30,7 @@ import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.graph_capture import (
+    GraphMemory,
     ReplayableGraph,
     capture,
     capture_sizes,
@@ -129,7 +130,7 @@ class SpecGraphRunner:
         self._graphs: dict[int, _Graphs] = {}
         self._size = 0  # captured size of the step that is being run
         self.num_steps = dict.fromkeys(GraphKind, 0)  # replays, for tests and reports
-        self.memory_pool: Any = None  # of the graphs, for graphs that are captured later
+        self.memory = GraphMemory(device)  # for graphs that are captured later, too
         self._capture_all(show_progress)
 
     def _make_inputs(self, max_size: int, simulates: bool) -> None:
@@ -305,7 +306,7 @@ class SpecGraphRunner:
     # -- capture --------------------------------------------------------------------------------
 
     def _capture_all(self, show_progress: bool) -> None:
-        self.memory_pool, seconds = capture_sizes(
+        seconds = capture_sizes(
             self.batch_sizes,
             self._capture_size,
             what=" of speculative steps",
@@ -321,15 +322,8 @@ class SpecGraphRunner:
             seconds,
         )
 
-    def _capture_size(self, size: int, pool: Any) -> Any:
+    def _capture_size(self, size: int) -> None:
         entry = self._graphs[size] = _Graphs()
-
-        def add(kind: GraphKind, function: Callable[[], Any]) -> None:
-            nonlocal pool
-            graph, entry.outputs[kind] = capture(function, self._device, pool)
-            entry.graphs[kind] = graph
-            pool = graph.pool()
-
         functions: dict[GraphKind, Callable[[int], Any]] = {
             GraphKind.WHOLE: self._whole,
             GraphKind.ASIDE: self._aside,
@@ -341,8 +335,8 @@ class SpecGraphRunner:
         kinds = self._kinds_of(size) | self._kinds_of(self._fewest_in(size))
         for kind, function in functions.items():
             if kind in kinds:
-                add(kind, functools.partial(function, size))
-        return pool
+                graph, entry.outputs[kind] = capture(functools.partial(function, size), self.memory)
+                entry.graphs[kind] = graph
 
     def _fewest_in(self, size: int) -> int:
         """The smallest batch that is run with graphs of this size."""

@@ -323,8 +323,8 @@ def _capture_graphs(worker: BaseSpecWorker, config: RunnerConfig) -> None:
     if current_platform().graph_capture_supported and not config.disable_cuda_graph:
         _capture_decode(worker, config)
     if target.prefill_runner is None:
-        pool = None if worker.graphs is None else worker.graphs.memory_pool
-        target.capture_prefill(worker.feature_mode, pool)
+        memory = None if worker.graphs is None else worker.graphs.memory
+        target.capture_prefill(worker.feature_mode, memory)
 
 
 def _capture_decode(worker: BaseSpecWorker, config: RunnerConfig) -> None:

@@ -1,9 +1,9 @@
 """CUDA graphs without CUDA: a capture keeps the function, a replay computes it anew.
 
-Outputs stay at one place and are overwritten by each replay, as those of real graphs are, and no
-replay waits for loads of the host cache. For tests of what surrounds the graphs: static inputs,
-padding, state that passes from one to the next. What may not happen inside a capture is not
-noticed here.
+Outputs stay at one place and are overwritten by each replay, as those of real graphs are; a replay
+leaves rubbish in the outputs of the others that share its memory. No replay waits for loads of the
+host cache. For tests of what surrounds the graphs: static inputs, padding, state that passes from
+one to the next. What may not happen inside a capture is not noticed here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
@@ -20,33 +21,46 @@ from sglang.srt.layers.attention.torch_native import TorchNativeBackend
 from sglang.srt.layers.dispatch import TorchOps
 from sglang.srt.mem_cache.hicache_transfer import LayerDoneCounter
 from sglang.srt.model_executor import cuda_graph_runner, graph_capture, prefill_graph_runner
+from sglang.srt.model_executor.graph_capture import GraphMemory
 from sglang.srt.speculative import spec_graph_runner
 
 T = TypeVar("T")
+
+# No token, row or slot: whoever uses it as one notices.
+_RUBBISH = 1 << 40
 
 
 class EagerGraph:
     """Stands in for `torch.cuda.CUDAGraph`."""
 
-    def __init__(self, function: Callable[[], Any], outputs: Any) -> None:
+    def __init__(
+        self, function: Callable[[], Any], outputs: Any, neighbours: WeakSet[EagerGraph]
+    ) -> None:
+        """`neighbours`: all graphs of its memory, to which it is added."""
         self._function = function
         self._outputs = outputs
+        self._neighbours = neighbours
         self.num_replays = 0
-
-    def pool(self) -> None:
-        return None
+        neighbours.add(self)
 
     def replay(self) -> None:
         self.num_replays += 1
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(LayerDoneCounter, "wait_until", lambda self, layer_idx: None)
+            if self._outputs is not None:  # else it goes on with what another has left
+                for other in self._neighbours:
+                    if other is not self:
+                        _spoil(other._outputs)
             _overwrite(self._outputs, self._function())
 
 
-def capture(function: Callable[[], T], device: torch.device, pool: Any) -> tuple[EagerGraph, T]:
+_graphs: WeakKeyDictionary[GraphMemory, WeakSet[EagerGraph]] = WeakKeyDictionary()
+
+
+def capture(function: Callable[[], T], memory: GraphMemory) -> tuple[EagerGraph, T]:
     """As `graph_capture.capture`."""
     outputs = _clone(function())
-    return EagerGraph(function, outputs), outputs
+    return EagerGraph(function, outputs, _graphs.setdefault(memory, WeakSet())), outputs
 
 
 @contextlib.contextmanager
@@ -80,3 +94,14 @@ def _overwrite(target: Any, source: Any) -> None:
     elif dataclasses.is_dataclass(target) and not isinstance(target, type):
         for f in dataclasses.fields(target):
             _overwrite(getattr(target, f.name), getattr(source, f.name))
+
+
+def _spoil(target: Any) -> None:
+    if isinstance(target, torch.Tensor):
+        if target.is_floating_point():
+            target.fill_(torch.nan)
+        else:
+            target.fill_(_RUBBISH if target.dtype == torch.int64 else 1)
+    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
+        for f in dataclasses.fields(target):
+            _spoil(getattr(target, f.name))

@@ -141,10 +141,11 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     group = num_heads // num_kv_heads
     batch_size = inputs.seq_lens.shape[0]
     processors = num_multiprocessors(inputs.queries.device)
-    mean_rows = math.ceil(num_tokens / (inputs.likely_requests or batch_size)) * group
+    num_requests = inputs.likely_requests or batch_size
+    mean_rows = math.ceil(num_tokens / num_requests) * group
     wide = head_dim > 128 or inputs.queries.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(mean_rows), MIN_ROWS), 64 if wide else 128)
-    num_blocks = _max_row_blocks(inputs, block_m) * num_kv_heads
+    num_blocks = _max_row_blocks(inputs, block_m, num_requests) * num_kv_heads
     share_target = _share_target(num_kv_heads, 2 * processors)
     num_warps, num_stages, block_n = 8, 5, 64
     if wide:
@@ -179,14 +180,16 @@ def _share_target(num_kv_heads: int, num_programs: int) -> int:
     return max(1, num_programs // num_kv_heads)
 
 
-def _max_row_blocks(inputs: PagedAttentionInputs, block_m: int) -> int:
-    """Row blocks a KV head; at most, where the device only knows the requests' lengths."""
+def _max_row_blocks(inputs: PagedAttentionInputs, block_m: int, num_requests: int) -> int:
+    """Row blocks a KV head; at most, where the device only knows the requests' lengths.
+
+    `num_requests`: those with new tokens.
+    """
     num_tokens, num_heads, _ = inputs.queries.shape
     group = num_heads // inputs.keys.shape[1]
-    batch_size = inputs.seq_lens.shape[0]
     if inputs.query_lens is None:
-        return batch_size * math.ceil(inputs.equal_lens * group / block_m)
-    return num_tokens * group // block_m + batch_size
+        return num_requests * math.ceil(inputs.equal_lens * group / block_m)
+    return num_tokens * group // block_m + num_requests
 
 
 def paged_attention(
@@ -217,7 +220,7 @@ def _launch(
     batch_size = inputs.seq_lens.shape[0]
     group = num_heads // num_kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    num_items = _max_row_blocks(inputs, config.block_m)
+    num_items = _max_row_blocks(inputs, config.block_m, batch_size)
     shared = config.share_target > 0
     if shared:
         num_items += config.share_target - 1
