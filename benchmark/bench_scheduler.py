@@ -49,6 +49,9 @@ class NullRunner:
     def stage_decode(self, step: Any) -> None:
         return None
 
+    def stage_prefill(self, step: Any, hidden_mode: Any) -> None:
+        return None
+
     def forward(self, forward_batch: Any) -> LogitsProcessorOutput:
         return LogitsProcessorOutput(next_token_logits=torch.empty(0))
 
