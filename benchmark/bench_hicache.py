@@ -153,12 +153,13 @@ def decoding(client: Client, num_requests: int, output_len: int) -> Iterator[Non
 
     with ThreadPoolExecutor(num_requests) as threads:
         asked = [threads.submit(ask, body) for body in bodies]
-        time.sleep(0.3)
         try:
-            for future in asked:
-                if future.done():
-                    future.result()
-                    raise RuntimeError("a request of the load has ended already")
+            while client.server.num_requests() < num_requests:
+                for future in asked:
+                    if future.done():
+                        future.result()
+                        raise RuntimeError("a request of the load has ended already")
+                time.sleep(0.01)
             yield
         finally:
             client.server.post("/abort_request", json={"abort_all": True})
