@@ -6,7 +6,6 @@ sent is compared with where the answer says that the prompt's tokens came from.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import socket
@@ -26,13 +25,13 @@ import sglang
 from sglang.srt.mem_cache.hicache_records import LOAD_BACK_THRESHOLD
 from sglang.srt.utils.network import get_free_port
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.examples import load_example
 from sglang.test.fakes.tiny_drafts import make_tiny_draft
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from sglang.test.small_server import SmallServer, serve
 
 register_cpu_ci(est_time=45, suite="hicache")
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "follow_kv_events.py"
 PAGE = 8
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 EVENTS = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
@@ -41,12 +40,7 @@ NUM_REPLICAS = 2
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("follow_kv_events", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["follow_kv_events"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("follow_kv_events")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import requests
 
 from serving.conversations import TIERS, Client, Shape, SteadyLoad, Turn
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.examples import load_example
 from sglang.test.fakes.served_scheduler import ServedScheduler
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from sglang.test.replicas import (
@@ -45,12 +45,7 @@ SHAPE = Shape(num_conversations=4, num_heads=2, turns=3, head_len=64, answer_len
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rolling_update", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rolling_update"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("rolling_update")
 
 
 @pytest.fixture(scope="module")

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.examples import load_example
 from sglang.test.small_server import SmallServer
 
 from .conftest import Models
 
 register_cpu_ci(est_time=25, suite="rl")
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "rl_loop.py"
-
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rl_loop", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rl_loop"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("rl_loop")
 
 
 def share_of_ascii(text: str) -> float:
