@@ -25,6 +25,7 @@ import zmq
 
 _END_OF_REPLAY = 2**64 - 1
 _REPLAY_TIMEOUT_MS = 5000
+_QUIET_S = 5.0
 
 Event = dict[str, Any]
 Page = tuple[str | None, int | None, tuple[int, ...]]  # namespace, block before it, its tokens
@@ -186,11 +187,14 @@ def main() -> None:
     follower.catch_up()
     try:
         while True:
-            events = follower.poll(timeout_s=3600)
+            events = follower.poll(timeout_s=_QUIET_S)
+            if events is None:
+                follower.catch_up()  # a server that was started anew may have nothing to say yet
+                continue
             held = {medium: len(blocks) for medium, blocks in follower.view.held.items()}
             gaps = f", {follower.num_gaps} gaps" if follower.num_gaps else ""
             now = time.strftime("%H:%M:%S")
-            print(f"{now} {len(events or [])} events; blocks held: {held}{gaps}", flush=True)
+            print(f"{now} {len(events)} events; blocks held: {held}{gaps}", flush=True)
     except KeyboardInterrupt:
         pass
     finally:

@@ -216,12 +216,26 @@ def test_custom_labels_are_taken_only_when_allowed(registry: Any) -> None:
 def test_bucket_limits_can_be_set(registry: Any) -> None:
     buckets = TokenizerBuckets(time_to_first_token=[0.7])
     metrics = TokenizerMetrics(TokenizerLabels(model_name="m"), buckets, registry)
-    metrics.observe_request(Finished(), is_streaming=False)
-    streaming = {**FRONT_KEYS, "is_streaming": "false"}
+    metrics.observe_request(Finished(), is_streaming=True)
+    streaming = {**FRONT_KEYS, "is_streaming": "true"}
     name = "sglang:time_to_first_token_seconds_bucket"
     assert registry.get_sample_value(name, {**streaming, "le": "0.7"}) == 1
     assert registry.get_sample_value(name, {**streaming, "le": "0.4"}) is None
     assert E2E_BUCKETS_S[-1] == 2400
+
+
+def test_only_streams_have_a_first_token(registry: Any) -> None:
+    metrics = TokenizerMetrics(TokenizerLabels(model_name="m"), registry=registry)
+    metrics.observe_request(Finished(), is_streaming=False)
+    labels = {**FRONT_KEYS, "is_streaming": "false"}
+
+    def count(name: str) -> float | None:
+        value: float | None = registry.get_sample_value(f"sglang:{name}_count", labels)
+        return value
+
+    assert count("e2e_request_latency_seconds") == 1
+    assert count("time_to_first_token_seconds") is None
+    assert count("request_time_per_output_token_seconds") is None
 
 
 def test_extra_labels() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.health import HealthProbe
@@ -24,6 +25,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.request_errors import EngineUnavailableError, RequestError
 from sglang.srt.managers.request_state import Phase
 from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.observability.metrics import TokenizerLabels, TokenizerMetrics
 from sglang.test.fakes.front import Front, make_front, run_with_front, until
 from sglang.test.fakes.tiny_tokenizer import CONTEXT_LEN, VOCAB_SIZE
 
@@ -440,6 +442,41 @@ def test_leaving_a_stream_aborts_it(tmp_path: Path) -> None:
         await until(lambda: not front.scheduler.live and not front.manager.rid_to_state)
         async with front.manager.model_update_lock.writer_lock():  # the reader side was released
             pass
+
+    run_with_front(tmp_path, body)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    registry = CollectorRegistry()
+
+    def total(name: str, **labels: str) -> float:
+        keys = {"model_name": "m", "engine_type": "unified", "priority": "", **labels}
+        return registry.get_sample_value(f"sglang:{name}_total", keys) or 0.0
+
+    async def body(front: Front) -> None:
+        front.scheduler.step_s = 0.01
+        front.manager.metrics = TokenizerMetrics(TokenizerLabels(model_name="m"), registry=registry)
+        request = GenerateReqInput(text="abc", stream=stream, sampling_params=ENDLESS)
+        source = front.manager.generate_request(request)
+        if stream:
+            await anext(source)
+            await source.aclose()
+        else:
+            task = asyncio.create_task(anext(source))
+            await until(lambda: bool(front.scheduler.live))
+            task.cancel()
+        await until(lambda: not front.scheduler.live and not front.manager.rid_to_state)
+        kind = str(stream).lower()
+        assert total("num_requests", is_streaming=kind) == 1
+        assert total("num_aborted_requests") == 1
+        assert total("prompt_tokens", is_streaming=kind) == 3
+        assert (total("generation_tokens", is_streaming=kind) > 0) == stream
+        await front.generate(text="a", sampling_params=FOUR)
+        assert total("num_aborted_requests") == 1
 
     run_with_front(tmp_path, body)
 

@@ -266,6 +266,22 @@ def test_full_eviction_takes_the_rows_along() -> None:
     assert tree._windows.allocator.available_swa_size() == 64
 
 
+def test_what_goes_for_its_rows_counts_as_evicted() -> None:
+    engine = make()
+    tree, counted = tree_of(engine), Counter[str]()
+
+    def count(name: str, amount: float, **labels: str) -> None:
+        counted[name] += int(amount)
+
+    tree._metrics = count
+    engine.run(A[:2])  # a leaf shorter than the window: nothing could end there without its rows
+    settle(engine)
+    held = tree.evictable_size()
+    while tree.swa_evictable_size():
+        drop_rows(engine, 1)
+    assert counted["evicted_tokens"] == held - tree.evictable_size() > 0
+
+
 def test_least_recently_used_rows_go_first() -> None:
     engine = make()
     first, second = [1] * 12, [2] * 12

@@ -53,6 +53,27 @@ def other_parameter(model: nn.Module, named: Named) -> None:
     module.weight = nn.Parameter(dict(named)[GATE_UP], requires_grad=False)
 
 
+def plain_tensor(model: nn.Module, named: Named) -> None:
+    """What stands in the parameter's place is no parameter, and Python finds it first."""
+    module = model.get_submodule(GATE_UP.removesuffix(".weight"))
+    doubled = dict(named)[GATE_UP] * 2
+    del module.weight
+    module.weight = doubled
+
+
+def hidden_by_an_attribute(model: nn.Module, named: Named) -> None:
+    module = model.get_submodule(GATE_UP.removesuffix(".weight"))
+    module.__dict__["weight"] = dict(named)[GATE_UP]
+
+
+def frees_memory(model: nn.Module, named: Named) -> None:
+    model.get_parameter(GATE_UP).data.untyped_storage().resize_(0)
+
+
+def exits(model: nn.Module, named: Named) -> None:
+    raise SystemExit(3)
+
+
 def other_module(model: nn.Module, named: Named) -> None:
     fresh = ReplicatedLinear(24, 20)
     nn.init.ones_(fresh.weight)
@@ -87,10 +108,12 @@ def writes_and_raises(model: nn.Module, named: Named) -> None:
 
 
 MOVERS: list[Loader] = [
+    plain_tensor,
+    hidden_by_an_attribute,
     *(other_memory, other_form, other_dtype, other_parameter, other_module, no_parameter, one_more),
     *(other_table, moves_and_raises),
 ]
-ALL = [*MOVERS, writes_and_moves, writes_and_raises]
+ALL = [exits, frees_memory, *MOVERS, writes_and_moves, writes_and_raises]
 
 
 @pytest.fixture
@@ -121,6 +144,8 @@ def test_what_a_loader_moves_is_put_back(
     assert places(runner.model) == before
     assert all(runner.model.get_parameter(name) is each for name, each in objects.items())
     assert runner.decode_runner.calls == 0
+    module = runner.model.get_submodule(GATE_UP.removesuffix(".weight"))
+    assert module.weight is runner.model.get_parameter(GATE_UP)
 
     assert updater.update_from_tensor(pack([(GATE_UP, fused)]), DIRECT).success
     assert torch.equal(held, fused), "who holds the memory sees the next update"
@@ -137,6 +162,19 @@ def test_what_a_loader_has_written_when_it_fails_leaves_the_weights_mixed(
     assert "discard the whole weights" in result.message
     assert places(runner.model) == before
     assert runner.fingerprint.digest() == WeightsFingerprint().full(runner.model)
+    assert not updater.update_from_tensor(pack(list(weights(1).items()))).weights_mixed
+    assert_holds(runner, weights(1))
+
+
+def test_a_loader_cannot_end_the_server(runner: Runner, updater: WeightUpdater) -> None:
+    before = places(runner.model)
+    result = updater.update_from_tensor(pack([(GATE_UP, torch.zeros(20, 24))]), own_name(exits))
+    assert_refused(result, runner, "SystemExit(3)", "The weights are as before.")
+    assert places(runner.model) == before
+    result = updater.update_from_tensor(
+        pack([(GATE_UP, torch.zeros(20, 24))]), own_name(frees_memory)
+    )
+    assert not result.success and result.weights_mixed and "made smaller" in result.message
     assert not updater.update_from_tensor(pack(list(weights(1).items()))).weights_mixed
     assert_holds(runner, weights(1))
 

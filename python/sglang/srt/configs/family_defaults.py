@@ -1,6 +1,7 @@
 """What a family's configuration means where it is silent, and keys that mean nothing in it.
 
-Only what changes answers without changing the shape of a tensor: the rest is found by the loader.
+What changes answers without changing the shape of a tensor, and sizes that a file may well leave
+out; other missing sizes are found by the loader.
 Families with more to say have a file of their own (`gemma3_config`). Pure; called by `model_config`
 only.
 
@@ -25,9 +26,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "mimo": _QWEN_WINDOW,
     "qwen2": _QWEN_WINDOW,
-    "qwen3": _QWEN_WINDOW,
+    "qwen3": {**_QWEN_WINDOW, "head_dim": 128},
     "qwen3_moe": {"use_sliding_window": False},
-    "qwen3_next": {"norm_topk_prob": True, "partial_rotary_factor": 0.25},
+    "qwen3_next": {
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+        "head_dim": 256,
+        "num_key_value_heads": 2,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "shared_expert_intermediate_size": 512,
+    },
 }
 
 # Keys that files carry over from other families.

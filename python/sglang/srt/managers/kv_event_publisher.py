@@ -47,6 +47,7 @@ _MAX_PEER_BYTES = 1024
 _HANDSHAKE_MS = 5000
 # Replays take at most this share of the time: they hold what the scheduler's thread needs, too.
 _REPLAY_SHARE = 0.1
+_MAX_REPLAY_REQUESTS = 4  # of one peer that wait for their turn
 _END_OF_REPLAY = b"\xff" * 8
 _LINGER_MS = 1000
 _STOP = b""
@@ -100,6 +101,9 @@ class KVEventPublisher:
             # The mark: what one peer was sent and does not read; beyond it, replies are lost.
             replay = self._make(zmq.ROUTER, config.buffer_steps + 1)
             replay.linger = 0
+            replay.rcvhwm = _MAX_REPLAY_REQUESTS
+            # Says who has gone, or reads nothing, instead of dropping what is sent to them.
+            replay.router_mandatory = True
             address = rank_endpoint(config.replay_endpoint, self._dp_rank, "replay_endpoint")
             replay_endpoint = _bind(replay, address, bindable(address))
         self.endpoints = KVEventEndpoints(
@@ -233,13 +237,17 @@ class _EventServer:
                 self._has_warned = True
                 logger.warning("KV events: a replay request is not 8 bytes; such are ignored")
             return
-        for seq, payload in self._kept:
-            if seq >= request[-1]:  # big-endian numbers compare as they are
-                # Not copied: all peers that do not read share the batches that wait for them.
-                replay.send_multipart([peer, b"", seq, payload], copy=False)
-        replay.send_multipart([peer, b"", _END_OF_REPLAY, b""])
+        with suppress(zmq.ZMQError):  # it has gone, or does not read
+            self._replay_from(replay, peer, request[-1])
         now = time.monotonic()
         self._no_replay_before = now + (now - begin) * (1 / _REPLAY_SHARE - 1)
+
+    def _replay_from(self, replay: Socket, peer: bytes, first: bytes) -> None:
+        for seq, payload in self._kept:
+            if seq >= first:  # big-endian numbers compare as they are
+                # Not copied: all peers that do not read share the batches that wait for them.
+                replay.send_multipart([peer, b"", seq, payload], zmq.NOBLOCK, copy=False)
+        replay.send_multipart([peer, b"", _END_OF_REPLAY, b""], zmq.NOBLOCK)
 
     def _tell_of_collector(self, watch: Socket) -> None:
         event: dict[str, Any] = dict(parse_monitor_message(watch.recv_multipart()))

@@ -8,6 +8,7 @@ thread only.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from array import array
 from collections import deque
@@ -18,6 +19,11 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import LogprobDelta, RequestOutput
 from sglang.srt.managers.request_normalizer import SingleRequest
+
+logger = logging.getLogger(__name__)
+
+# What the schedulers report as matched when the model's logits were not numbers.
+_NAN_MATCHED = "NaN happened"
 
 TokenText = Callable[[int], str | None]
 # [logprob, token id, text or null]
@@ -257,3 +263,14 @@ class ReqState:
                 [] if sent.input_logprobs else list(logprobs.input_token_ids)
             )
             meta["output_token_ids_logprobs"] = logprobs.output_token_ids[start:]
+
+
+def warn_of_nan(state: ReqState) -> None:
+    """Log an answer that a broken model or broken weights cut short."""
+    matched = (state.finish_reason or {}).get("matched")
+    if matched == _NAN_MATCHED and matched not in state.single.sampling_params.stop_strs:
+        logger.warning(
+            "Request %s ended after %d tokens: the model computed NaN",
+            state.rid,
+            len(state.output_ids),
+        )

@@ -61,7 +61,7 @@ from sglang.srt.managers.request_normalizer import (
     parse_preferred,
     split_request,
 )
-from sglang.srt.managers.request_state import OutputListener, Phase, ReqState
+from sglang.srt.managers.request_state import OutputListener, Phase, ReqState, warn_of_nan
 from sglang.srt.managers.tokenizer_control import TokenizerControl
 from sglang.srt.managers.tokenizer_dispatch import Dispatcher
 from sglang.srt.managers.tokenizer_prompts import PromptPreparer
@@ -76,8 +76,6 @@ logger = logging.getLogger(__name__)
 _PAUSE_ABORT_PERIOD_S = 1.0
 _PAUSE_MODES = ("abort", "retract", "in_place")
 
-# What the schedulers report as matched when the model's logits were not numbers.
-_NAN_MATCHED = "NaN happened"
 
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
@@ -220,7 +218,9 @@ class TokenizerManager:
         finally:
             if is_holding_lock:
                 self.model_update_lock.release_reader()
-            self._unregister(states)
+            left = self._unregister(states)
+            if self.metrics is not None and obj.log_metrics:
+                self.metrics.observe_left(left, obj.stream, obj.custom_labels)
         self._account(obj, states)
         if not obj.stream:
             yield answers if split.is_list else answers[0]
@@ -285,12 +285,13 @@ class TokenizerManager:
         if self.metrics is not None:
             self.metrics.show_held(len(self._held()), is_paused=self.is_holding)
 
-    def _unregister(self, states: list[ReqState]) -> None:
-        """Drop the requests from the table; abort those that still run.
+    def _unregister(self, states: list[ReqState]) -> list[ReqState]:
+        """Drop the requests from the table; abort those that still run, and return these.
 
         The id of one that still runs stays taken until the engine is done with it: what it has
         sent meanwhile would be taken for news of a later request of that id.
         """
+        left = [state for state in states if state.phase is Phase.SENT]
         for state in states:
             if state.phase is Phase.SENT:
                 self._dispatcher.abort(state)
@@ -298,6 +299,7 @@ class TokenizerManager:
             elif self.rid_to_state.get(state.rid) is state:
                 del self.rid_to_state[state.rid]
             self._dispatcher.forget(state)
+        return left
 
     def _account(self, obj: GenerateReqInput, states: list[ReqState]) -> None:
         """Metrics and logs of a request that ran to its end."""
@@ -477,21 +479,10 @@ class TokenizerManager:
         if self.metrics is not None and previous and output.new_token_ids:
             self.metrics.observe_inter_token(now - previous, len(output.new_token_ids))
         if state.is_finished:
-            self._warn_of_nan(state)
+            warn_of_nan(state)
             # The id is free again from the moment on at which the engine is done with it.
             del self.rid_to_state[state.rid]
             self._dispatcher.forget(state)
-
-    @staticmethod
-    def _warn_of_nan(state: ReqState) -> None:
-        """Log an answer that a broken model or broken weights cut short."""
-        matched = (state.finish_reason or {}).get("matched")
-        if matched == _NAN_MATCHED and matched not in state.single.sampling_params.stop_strs:
-            logger.warning(
-                "Request %s ended after %d tokens: the model computed NaN",
-                state.rid,
-                len(state.output_ids),
-            )
 
     def _note_received(self) -> None:
         self.last_receive_time = time.monotonic()

@@ -207,7 +207,6 @@ class ComponentTree(BasePrefixCache):
         with self._evicting():
             freed = self._evict_leaves(wanted)
         if freed:
-            self._count("evicted_tokens", freed)
             self._count("eviction_duration_seconds", time.perf_counter() - started)
         return EvictResult(num_tokens_evicted=freed)
 
@@ -444,6 +443,8 @@ class ComponentTree(BasePrefixCache):
         self.evictable_leaves.discard(node)
         if node.parent is not None:
             self._refresh_leaf(node.parent)
+        if freed[ComponentType.FULL]:
+            self._count("evicted_tokens", freed[ComponentType.FULL])
         return freed[ComponentType.FULL]
 
     def _remove(self, node: TreeNode) -> None:

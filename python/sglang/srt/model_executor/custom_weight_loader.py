@@ -55,9 +55,12 @@ def run_custom_loader(
     layout = _Layout(model)
     try:
         loader(model, list(named))
-    except BaseException:
+    except BaseException as error:
         layout.restore()
-        raise
+        if isinstance(error, Exception):
+            raise
+        # The function must not end the server (SystemExit).
+        raise RuntimeError(f"the loader raised {error!r}") from error
     changed = layout.changed()
     if changed:
         layout.restore()
@@ -77,12 +80,18 @@ def _model_load_weights_direct(
 
 
 class _Branch(NamedTuple):
-    """One module's own entries: copies of torch's tables."""
+    """One module's own entries: copies of torch's tables, and names of its plain attributes."""
 
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, torch.Tensor | None]
     children: dict[str, nn.Module | None]
+    attributes: frozenset[str]
+
+    def shadows(self) -> list[str]:
+        """New plain attributes that hide an entry of a table: Python looks at them first."""
+        entries = self.parameters.keys() | self.buffers.keys() | self.children.keys()
+        return [name for name in entries - self.attributes if name in self.module.__dict__]
 
 
 class _Layout:
@@ -91,23 +100,39 @@ class _Layout:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._branches = [
-            _Branch(each, dict(each._parameters), dict(each._buffers), dict(each._modules))
+            _Branch(
+                each,
+                dict(each._parameters),
+                dict(each._buffers),
+                dict(each._modules),
+                frozenset(each.__dict__),
+            )
             for each in model.modules()
         ]
         self._places = {name: place_of(tensor) for name, tensor in _tensors(model)}
         # What a parameter's memory is can be replaced under it: second tensors of that memory.
         self._memory = [(tensor, tensor.detach()) for _, tensor in _tensors(model)]
+        self._sizes = [tensor.untyped_storage().nbytes() for tensor, _ in self._memory]
 
     def changed(self) -> list[str]:
         """Names of tensors that lie elsewhere, have another form, are gone or new."""
         now = {name: place_of(tensor) for name, tensor in _tensors(self._model)}
-        moved = [name for name, place in self._places.items() if now.get(name) != place]
-        return sorted({*moved, *(persistent_tensors(self._model).keys() - self._places.keys())})
+        moved = {name for name, place in self._places.items() if now.get(name) != place}
+        moved |= persistent_tensors(self._model).keys() - self._places.keys()
+        moved |= {name for branch in self._branches for name in branch.shadows()}
+        if any(size > alias.untyped_storage().nbytes() for (_, alias), size in self._aliases()):
+            moved.add("tensors that it made smaller")
+        return sorted(moved)
+
+    def _aliases(self) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], int]]:
+        return zip(self._memory, self._sizes)
 
     def restore(self) -> None:
         """Make the tree of modules, and the memory of its tensors, what they were."""
         for branch in self._branches:
             module = branch.module
+            for name in branch.shadows():
+                del module.__dict__[name]
             for table, kept in (
                 (module._parameters, branch.parameters),
                 (module._buffers, branch.buffers),
@@ -115,6 +140,10 @@ class _Layout:
             ):
                 table.clear()
                 table.update(kept)  # type: ignore[arg-type]
+        for (_, alias), size in self._aliases():
+            if alias.untyped_storage().nbytes() < size:
+                # What was there is lost, but nobody reads memory that is not there.
+                alias.untyped_storage().resize_(size)
         for tensor, alias in self._memory:
             if place_of(tensor) != place_of(alias):
                 tensor.data = alias

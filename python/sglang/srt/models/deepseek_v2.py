@@ -79,7 +79,7 @@ class DeepseekAttention(nn.Module):
             self.kv_b_proj.weight.shape[0] // rows_a_head,
             attention_scaling(mla.qk_head_dim, config.rope),
             layer_id,
-            rope_interleaved=config.hf_config.get("rope_interleave") is not False,
+            rope_interleaved=bool(config.hf_config.get("rope_interleave", True)),
         )
         # Held in a tuple so that the shared table is no submodule of every layer.
         self._rotary = (rotary,)

@@ -428,7 +428,21 @@ class TokenizerMetrics:
         if has_grammar:
             self._structured.labels(**labels).inc()
         self._observe_tokens(request, labels, streaming)
-        self._observe_times(request, streaming)
+        self._observe_times(request, streaming, is_streaming)
+
+    def observe_left(
+        self,
+        requests: Sequence[FinishedRequest],
+        is_streaming: bool,
+        custom_labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Count requests whose client left before their end, which aborts them."""
+        labels = self._labels_of(custom_labels)
+        streaming = {**labels, "is_streaming": str(is_streaming).lower()}
+        for request in requests:
+            self._requests.labels(**streaming).inc()
+            self._aborted.labels(**labels).inc()
+            self._observe_tokens(request, labels, streaming)
 
     def set_startup(self, phase: str, seconds: float) -> None:
         """Show how long a phase of the start took."""
@@ -473,12 +487,14 @@ class TokenizerMetrics:
         if spec and spec.get("spec_verify_ct"):
             self._verify_calls.labels(**labels).inc(spec["spec_verify_ct"])
 
-    def _observe_times(self, request: FinishedRequest, streaming: dict[str, str]) -> None:
+    def _observe_times(
+        self, request: FinishedRequest, streaming: dict[str, str], is_streaming: bool
+    ) -> None:
         end = request.finished_time
         self._e2e.labels(**streaming).observe(max(0.0, end - request.created))
         first = request.first_token_time
-        if not first:
-            return
+        if not first or not is_streaming:
+            return  # the front learns of all tokens at once where nobody is to get the first one
         self._ttft.labels(**streaming).observe(max(0.0, first - request.created))
         if len(request.output_ids) > 1:
             mean_s = (end - first) / (len(request.output_ids) - 1)
