@@ -50,7 +50,8 @@ def run_custom_loader(
     """Let `loader` write to the tensors of `model`.
 
     Raises what it raises, and RuntimeError where it moved, added or removed parameters or buffers.
-    Then every tensor lies where it lay before; what was written there stays.
+    Then every tensor lies where it lay before, but for memory that it freed; what was written there
+    stays.
     """
     layout = _Layout(model)
     try:
