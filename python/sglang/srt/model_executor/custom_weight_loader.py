@@ -145,6 +145,7 @@ class _Layout:
             if alias.untyped_storage().nbytes() < size:
                 # What was there is lost, but nobody reads memory that is not there.
                 alias.untyped_storage().resize_(size)
+                alias.zero_()
         for tensor, alias in self._memory:
             if place_of(tensor) != place_of(alias):
                 tensor.data = alias
