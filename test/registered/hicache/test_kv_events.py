@@ -306,11 +306,16 @@ def test_a_restart_is_seen_even_when_it_was_missed(
         with sglang.Engine(**options) as engine:
             info = engine.get_server_info()["kv_events"]
             follower = stack.enter_context(following(example, info))
+            asking = stack.enter_context(following(example, info))
             old = [ask(engine, first) for first in (5, 6, 7)][0]
-            settle(follower)
-            assert follower.view.matched_tokens(old) == 56
+            for each in (follower, asking):
+                settle(each)
+                assert each.view.matched_tokens(old) == 56
         assert not list(tmp_path.iterdir())
         engine = stack.enter_context(sglang.Engine(**options))
+        # Of a server without requests there may be nothing to hear: one that asks learns of it.
+        asking.catch_up()
+        assert asking.view.held == {} and asking.view.pages == {}
         new = [ask(engine, first) for first in (100, 101, 102)][0]  # it is busy meanwhile
         for first in range(20, 60):
             ask(engine, first)

@@ -13,11 +13,11 @@ import msgspec
 
 from sglang.srt.utils.common import parse_json_object
 from sglang.srt.utils.network import NetworkAddress
+from sglang.srt.utils.zmq_endpoints import WILDCARD_HOSTS
 
 _FLAG = "--kv-events-config"
 _DEFAULT_PORT = 5557
 _TCP, _IPC = "tcp://", "ipc://"
-WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 _MOST_PORT = 65535
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]

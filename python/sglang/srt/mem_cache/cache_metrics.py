@@ -1,6 +1,6 @@
 """What a cache tells its metrics: the hook, and why fetched tokens are fewer than found ones.
 
-Names are those of ``observability/metrics.py``, without prefix and ``_total``. Values only.
+Names are those of ``observability/cache_metrics.py``, without prefix and ``_total``. Values only.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from contextlib import suppress
 
 from sglang.srt.utils.network import NetworkAddress
 
+# Every interface of this machine, in an address.
+WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 _IPC = "ipc://"
-_WILDCARDS = ("*", "0.0.0.0", "::")
 
 
 def bindable(endpoint: str) -> str | None:
@@ -25,7 +26,7 @@ def bindable(endpoint: str) -> str | None:
     if endpoint.startswith(_IPC):
         return endpoint
     address = NetworkAddress.parse(endpoint)
-    if address.host in _WILDCARDS:
+    if address.host in WILDCARD_HOSTS:
         return endpoint
     try:
         found = socket.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
