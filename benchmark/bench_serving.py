@@ -19,6 +19,8 @@ itself: the lag of its event loop and its share of a core are part of the result
 `--mix` sends long prompts, long answers, aborts and disconnects for the given minutes, then checks
 that the server is idle with no token in use, that the time per token of the last quarter is that
 of the first, and that nothing failed.
+
+SIGTERM ends the sending; what was measured until then is checked and reported.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import platform
 import random
 import resource
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -255,15 +258,27 @@ async def run(args: argparse.Namespace) -> Measured:
     )
     server = await describe_server(endpoint)
     with tqdm(total=args.num_prompts, unit="req", mininterval=0.5, file=sys.stderr) as bar:
-        recording = await generator.run(prompts, pacing, lambda record: _advance(bar, record))
+        with stopped_by_sigterm(generator):
+            recording = await generator.run(prompts, pacing, lambda record: _advance(bar, record))
     checks: list[soak.Check] = []
     if duration_s is not None:
         checks = [
             await soak.check_idle(endpoint),
-            soak.check_drift(recording, duration_s, args.drift_tolerance),
+            soak.check_drift(recording, min(duration_s, recording.sending_s), args.drift_tolerance),
             soak.check_errors(recording),
         ]
     return Measured(recording, checks, server)
+
+
+@contextlib.contextmanager
+def stopped_by_sigterm(generator: LoadGenerator) -> Iterator[None]:
+    """While the context lasts, SIGTERM ends the sending and not the process."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, generator.stop)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _advance(bar: Any, record: Any) -> None:
@@ -290,10 +305,10 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def describe_load(args: argparse.Namespace) -> str:
+def describe_load(args: argparse.Namespace, sending_s: float) -> str:
     """Return one line for tables and pictures."""
     if args.mix is not None:
-        return f"soak of {args.mix:g} min, {args.concurrency} at once"
+        return f"soak of {min(args.mix, sending_s / 60):.3g} min, {args.concurrency} at once"
     pace = f"{args.request_rate:g} requests/s" if args.request_rate != float("inf") else ""
     places = f"at most {args.concurrency} at once" if args.concurrency else ""
     load = ", ".join(filter(None, (pace, places))) or "all at once"
@@ -339,7 +354,8 @@ def main(arguments: list[str] | None = None) -> int:
         if args.small and args.mix is None:
             checks += short_soak(args)
     summary = report.summarize(recording)
-    sys.stdout.write(f"{describe_load(args)}; seed {args.seed}\n{report.format_table(summary)}")
+    load = describe_load(args, recording.sending_s)
+    sys.stdout.write(f"{load}; seed {args.seed}\n{report.format_table(summary)}")
     for check in checks:
         verdict = "ok" if check.passed else "FAILED"
         sys.stdout.write(f"{check.name:<28}{verdict}: {check.detail}\n")
@@ -354,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         args.json.write_text(json.dumps(content, indent=1, default=str) + "\n")
     if args.plot:
-        title = f"{args.backend}: {describe_load(args)}"
+        title = f"{args.backend}: {load}"
         plot.draw(args.plot, recording, summary, title, soak=args.mix is not None)
     failed = summary.errors or not all(check.passed for check in checks)
     return 1 if failed else 0

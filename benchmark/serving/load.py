@@ -83,6 +83,7 @@ class Recording:
     """A whole run."""
 
     records: list[RequestRecord]
+    sending_s: float  # requests were sent so long; the rest was waiting for their ends
     wall_s: float
     lags_s: list[float]  # how late the client's own event loop woke up
     client_cpu_share: float  # CPU time of this process ÷ wall time
@@ -97,6 +98,13 @@ class LoadGenerator:
         self._backend = backend
         self._start = 0.0
         self._run_id = ""
+        self._stopping = asyncio.Event()
+        self._sending_s = 0.0
+
+    def stop(self) -> None:
+        """Send no further request of this run; those in flight end as they would have."""
+        self._stopping.set()
+        self._sending_s = self._now()
 
     async def run(
         self,
@@ -106,6 +114,8 @@ class LoadGenerator:
     ) -> Recording:
         """Send all requests, wait for their ends. Failures are recorded, never raised."""
         self._run_id = uuid.uuid4().hex[:12]
+        self._stopping.clear()
+        self._sending_s = 0.0
         lags: list[float] = []
         watch = asyncio.create_task(_watch_lag(lags))
         cpu = time.process_time()
@@ -120,6 +130,7 @@ class LoadGenerator:
         share = (time.process_time() - cpu) / wall_s
         return Recording(
             records=records,
+            sending_s=self._sending_s,
             wall_s=wall_s,
             lags_s=lags,
             client_cpu_share=share,
@@ -142,9 +153,11 @@ class LoadGenerator:
                 if pacing.duration_s is not None and due_s > pacing.duration_s:
                     break
                 if (delay_s := due_s - self._now()) > 0:
-                    await asyncio.sleep(delay_s)
+                    await self._sleep(delay_s)
                 if places:
                     await places.acquire()
+                if self._stopping.is_set():
+                    break
                 if pacing.duration_s is not None and self._now() > pacing.duration_s:
                     break
                 record = RequestRecord(spec.kind, spec.fate, spec.output_len, due_s, self._now())
@@ -153,7 +166,13 @@ class LoadGenerator:
                 if places:
                     task.add_done_callback(lambda _: places.release())
                 task.add_done_callback(partial(_report, on_done, record))
+            self._sending_s = self._sending_s or self._now()
         return records
+
+    async def _sleep(self, delay_s: float) -> None:
+        """Return after that time, or at once when the run is to stop."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     async def _run_one(
         self, spec: PromptSpec, number: int, record: RequestRecord, timeout_s: float

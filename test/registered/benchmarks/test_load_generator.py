@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from bench_serving import stopped_by_sigterm
 from serving import report, soak
 from serving.backends import BACKENDS, RequestOptions
 from serving.http_stream import Endpoint
@@ -101,7 +104,8 @@ def run_against(
         generator = LoadGenerator(Endpoint.parse(url), BACKENDS[backend](RequestOptions()))
         pacing.setdefault("arrivals_s", itertools.repeat(0.0))
         async with server:
-            return await generator.run(specs, Pacing(**pacing))
+            with stopped_by_sigterm(generator):
+                return await generator.run(specs, Pacing(**pacing))
 
     return asyncio.run(main())
 
@@ -225,6 +229,22 @@ def test_aborts_and_disconnects_happen_after_the_wanted_tokens() -> None:
     assert len(aborted) == 1
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 3600.0])
+def test_sigterm_ends_the_sending_and_what_is_in_flight_ends_as_it_would(pause_s: float) -> None:
+    async def signalled(path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await answer_slowly(path, body, writer)
+
+    pacing: dict[str, Any] = {
+        "concurrency": 2,
+        "arrivals_s": (pause_s * number for number in itertools.count()),
+    }
+    recording = run_against(signalled, [prompt()] * 100, **pacing)
+    assert 1 <= len(recording.records) <= 3
+    assert [record.outcome for record in recording.records] == ["ok"] * len(recording.records)
+    assert recording.sending_s < recording.wall_s - STEP_S
+
+
 def recording_with(step_of: Callable[[float], float], duration_s: float) -> Recording:
     """One long answer whose step time follows `step_of(moment)`."""
     record = RequestRecord("random", "finish", 0, 0.0, 0.0, outcome="ok")
@@ -235,7 +255,12 @@ def recording_with(step_of: Callable[[float], float], duration_s: float) -> Reco
         moment += step_of(moment)
     record.end_s = moment
     return Recording(
-        records=[record], wall_s=moment, lags_s=[], client_cpu_share=0.0, has_schedule=False
+        records=[record],
+        sending_s=duration_s,
+        wall_s=moment,
+        lags_s=[],
+        client_cpu_share=0.0,
+        has_schedule=False,
     )
 
 
