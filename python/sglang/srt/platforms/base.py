@@ -115,6 +115,14 @@ class Platform(ABC):
         """Total and free memory of the device."""
 
     @abstractmethod
+    def held_bytes(self) -> int:
+        """What nobody else can have of the device, once our allocator gave back what is idle.
+
+        Unlike `memory_info` it counts what captured graphs alone may use again. Waits for the
+        device; for reports at start.
+        """
+
+    @abstractmethod
     def empty_cache(self) -> None:
         """Give unused memory of the allocator back to the system."""
 

@@ -100,6 +100,10 @@ class CpuPlatform(Platform):
             free = min(free, max(0, limit - used + reclaimable))
         return MemoryInfo(total_bytes=total, free_bytes=free)
 
+    def held_bytes(self) -> int:
+        memory = self.memory_info()
+        return memory.total_bytes - memory.free_bytes
+
     def empty_cache(self) -> None:
         """Nothing is kept."""
 

@@ -54,6 +54,11 @@ class CudaPlatform(Platform):
         idle = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return MemoryInfo(total_bytes=total, free_bytes=free + idle)
 
+    def held_bytes(self) -> int:
+        self.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 

@@ -334,13 +334,13 @@ def _capture_decode(worker: BaseSpecWorker, config: RunnerConfig) -> None:
         default = min(default, max(1, DEFAULT_MAX_TOKENS // worker.shape.num_draft_tokens))
     limit = config.cuda_graph_max_bs or max(config.cuda_graph_bs or [default])
     sizes = capture_batch_sizes(min(limit, target.max_running_requests), config.cuda_graph_bs)
-    before = platform.memory_info().free_bytes
+    before = platform.held_bytes()
     worker.capture_graphs(
         sizes,
         pad=not config.disable_cuda_graph_padding,
         show_progress=get_tp_group().rank == 0,
     )
-    target.graph_bytes += max(before - platform.memory_info().free_bytes, 0)
+    target.graph_bytes += max(platform.held_bytes() - before, 0)
 
 
 def _worker_class(settings: SpecSettings) -> type[DraftModelWorker]:
