@@ -15,7 +15,8 @@
 # and prefill of the 8B shape against the limits), fp8-cache (the same with an 8-bit KV cache), small
 # (the 1B shape), overhead (what the engine adds to a step), attention (kernels against the limits),
 # gemv (products of a few rows), copy (host copies against the bus), hicache (first token by tier,
-# flush, files, throughput with tiers and without), speculative (with drafts against without: 8B shape,
+# flush, files, throughput with tiers and without), captured-prefill (first token with and without
+# captured prefill steps), speculative (with drafts against without: 8B shape,
 # then the small model and its draft), weights (updates of the 8B shape, and pauses under load),
 # trainers (RL trainers with tensors on a GPU), mix (a server of the 8B shape under mixed load for
 # $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.
@@ -32,8 +33,8 @@ SITE=${SITE:-/tmp/hispec-site}
 KEPT_PARTS=/tmp/hispec-parts
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
 BACKGROUND=/tmp/hispec-background
-ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy hicache speculative \
-weights trainers mix"
+ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy hicache captured-prefill \
+speculative weights trainers mix"
 GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
 MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
   pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
@@ -103,6 +104,13 @@ run_one() {
     copy) timeout 100 "$PYTHON" benchmark/bench_hicache_copy.py --json "$OUT/copy.json" ;;
     hicache)
       "$PYTHON" benchmark/bench_hicache.py --model $shapes/llama-3.1-8b --json "$OUT/hicache.json"
+      ;;
+    captured-prefill)
+      local most
+      for most in 512 0 0 512; do
+        "$PYTHON" benchmark/bench_hicache.py --model $shapes/llama-3.1-8b --only ttft --no-storage \
+          --flags "--cuda-graph-max-bs-prefill $most" --json "$OUT/captured_prefill_$most.json"
+      done
       ;;
     speculative)
       "$PYTHON" benchmark/bench_speculative.py --shape $shapes/llama-3.1-8b \
@@ -183,7 +191,7 @@ case ${1:-} in
     ;;
   follow) follow_run "${2:?how many seconds}" ;;
   *)
-    sed -n '2,25p' "$0" | sed 's/^# \{0,1\}//'
+    sed -n '2,26p' "$0" | sed 's/^# \{0,1\}//'
     exit 2
     ;;
 esac
