@@ -106,10 +106,11 @@ run_one() {
       "$PYTHON" benchmark/bench_hicache.py --model $shapes/llama-3.1-8b --json "$OUT/hicache.json"
       ;;
     captured-prefill)
-      local most
+      local most run=0
       for most in 512 0 0 512; do
+        run=$((run + 1))
         "$PYTHON" benchmark/bench_hicache.py --model $shapes/llama-3.1-8b --only ttft --no-storage \
-          --flags "--cuda-graph-max-bs-prefill $most" --json "$OUT/captured_prefill_$most.json"
+          --flags "--cuda-graph-max-bs-prefill $most" --json "$OUT/captured_prefill_$run.json"
       done
       ;;
     speculative)
