@@ -21,6 +21,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.attention.triton_ops.new_tokens import (
+    angles_of,
+    rotated,
+    rotated_heads,
+    write_new,
+    write_one,
+)
+from sglang.srt.layers.attention.triton_ops.work_division import (
+    all_requests,
+    keys_of_rows,
+    shares_of_all,
+    work_item,
+)
+
 NO_VALUE = tl.constexpr(float("-inf"))
 
 
@@ -97,113 +111,68 @@ def _attend(
 
 
 @triton.jit
-def _rotated(first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor) -> tl.tensor:
-    """Features times cosine plus their partners times (signed) sine, rounded like the features."""
-    return (first.to(tl.float32) * cos + second.to(tl.float32) * sin).to(first.dtype)
-
-
-@triton.jit
-def _partners(feature: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
-    """(feature that each is rotated with, number of the pair), pairs being (i, i + HALF).
-
-    Features behind 2 * HALF are their own partners.
-    """
-    is_second = (feature >= HALF) & (feature < 2 * HALF)
-    partner = tl.where(feature < HALF, feature + HALF, feature)
-    partner = tl.where(is_second, feature - HALF, partner)
-    pair = tl.where(is_second, feature - HALF, feature)
-    return partner, pair
-
-
-@triton.jit
-def _rotated_heads(
-    heads: tl.tensor,
-    position: tl.tensor,
-    live: tl.tensor,
-    cos_sin: tl.tensor,
-    cos_sin_stride: tl.tensor,
-    BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-) -> tl.tensor:
-    """What lies at `heads` [rows], each rotated by its own position; zeros where not `live`."""
-    feature = tl.arange(0, BLOCK_D)
-    partner, pair = _partners(feature, HALF)
-    angles = cos_sin + position[:, None] * cos_sin_stride + pair[None, :]
-    has_angle = live & (feature < 2 * HALF)[None, :]
-    cos = tl.load(angles, mask=has_angle, other=1.0)
-    sin = tl.load(angles + HALF, mask=has_angle, other=0.0)
-    sin = tl.where((feature < HALF)[None, :], -sin, sin)
-    first = tl.load(heads[:, None] + feature[None, :], mask=live, other=0.0)
-    second = tl.load(heads[:, None] + partner[None, :], mask=live, other=0.0)
-    return _rotated(first, second, cos, sin)
-
-
-@triton.jit
-def _write_new(
+def _attend_range(
+    query: tl.tensor,
+    start: tl.tensor,
+    plain_end: tl.tensor,
+    end: tl.tensor,
+    query_pos: tl.tensor,
+    token: tl.tensor,
+    row_live: tl.tensor,
+    query_start: tl.tensor,
+    seq_len: tl.tensor,
+    prefix_len: tl.tensor,
+    tree_mask: tl.tensor,
+    mask_width: tl.tensor,
+    table_row: tl.tensor,
+    slot_map: tl.tensor,
     key_base: tl.tensor,
     value_base: tl.tensor,
-    new_keys: tl.tensor,
-    new_values: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    slot_map: tl.tensor,
-    cos_sin: tl.tensor,
-    query_start: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
     key_stride: tl.tensor,
     value_stride: tl.tensor,
-    new_key_stride: tl.tensor,
-    new_value_stride: tl.tensor,
-    cos_sin_stride: tl.tensor,
-    QUERIES: tl.constexpr,
-    NEW_BLOCK: tl.constexpr,
+    scale_log2: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-    MAPPED: tl.constexpr,
-) -> None:
-    """One head's keys, rotated, and values of new tokens [first, last) of a request to the pool."""
-    feature = tl.arange(0, BLOCK_D)
-    new = tl.arange(0, NEW_BLOCK)
-    is_meant = (new < QUERIES) & (new >= first) & (new < last)
-    live = is_meant[:, None] & (feature < HEAD_DIM)[None, :]
-    line = query_start + new
-    slot = tl.load(slots + line, mask=is_meant, other=0)
-    if MAPPED:
-        slot = tl.load(slot_map + slot, mask=is_meant, other=0).to(tl.int64)
-    position = tl.load(positions + line, mask=is_meant, other=0)
-    values = new_values + line * new_value_stride
-    value = tl.load(values[:, None] + feature[None, :], mask=live, other=0.0)
-    key = _rotated_heads(
-        new_keys + line * new_key_stride, position, live, cos_sin, cos_sin_stride, BLOCK_D, HALF
-    )  # fmt: skip
-    key_rows = key_base + slot * key_stride
-    value_rows = value_base + slot * value_stride
-    buffer_type = key_base.dtype.element_ty
-    tl.store(key_rows[:, None] + feature[None, :], key.to(buffer_type), mask=live)
-    tl.store(value_rows[:, None] + feature[None, :], value.to(buffer_type), mask=live)
-
-
-@triton.jit
-def _shares(
-    all_seqs: tl.tensor,
-    all_queries: tl.tensor,
-    all_blocks: tl.tensor,
-    share_target: tl.tensor,
-    min_share: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    MAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """Into how many shares the keys of every request's row blocks are divided."""
-    attended = all_seqs.to(tl.int64)
-    if WINDOW > 0:
-        attended = tl.minimum(attended, WINDOW + all_queries - 1)
-    total_work = tl.maximum(tl.sum(all_blocks * attended, 0), 1)
-    # In proportion to the work, rounded down: the sum stays below share_target, plus one item for
-    # each row block that would have got none.
-    shares = attended * share_target // total_work
-    shares = tl.minimum(shares, (attended + min_share - 1) // min_share)
-    return tl.maximum(shares, 1).to(tl.int32)
+    """(sum of weighted values of keys [start, end), largest score, sum of weights) of each row."""
+    mask_lines = token
+    mask_start = prefix_len
+    if TREE:
+        mask_start = seq_len - mask_width
+        tree_mask += query_start * mask_width - mask_start
+        mask_lines = tl.where(row_live, token * mask_width, 0)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    row_max = tl.full((BLOCK_M,), NO_VALUE, tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    block = tl.arange(0, BLOCK_N)
+    # In one loop the last block is pipelined as well; in two most blocks need no mask.
+    masked_start = start
+    if not ONE_LOOP:
+        for position in tl.range(start, plain_end, BLOCK_N):
+            acc, row_max, row_sum = _attend(
+                query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
+                tree_mask, mask_lines, table_row, slot_map, key_base, value_base, key_stride,
+                value_stride, scale_log2,
+                HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, MAPPED, False, PRECISION,
+            )  # fmt: skip
+        masked_start = plain_end
+    for position in tl.range(masked_start, end, BLOCK_N, num_stages=MASKED_STAGES):
+        acc, row_max, row_sum = _attend(
+            query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
+            tree_mask, mask_lines, table_row, slot_map, key_base, value_base, key_stride,
+            value_stride, scale_log2,
+            HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, MAPPED, True, PRECISION,
+        )  # fmt: skip
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -249,10 +218,50 @@ def _merged_rows(
     return acc / tl.where(total_sum > 0.0, total_sum, 1.0)[:, None]
 
 
+@triton.jit
+def _merge_row_block(
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    partial_out: tl.tensor,
+    partial_lse: tl.tensor,
+    first_item: tl.tensor,
+    row_block: tl.tensor,
+    num_shares: tl.tensor,
+    num_queries: tl.tensor,
+    head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_SHARES: tl.constexpr,
+) -> None:
+    """Merge the shares of a row block, `first_item` and behind; `out`: of its request."""
+    feature = tl.arange(0, BLOCK_D)
+    line = tl.arange(0, MERGE_ROWS)
+    row = row_block * BLOCK_M + line
+    live = row < num_queries * GROUP
+    merged = _merged_rows(
+        partial_out, partial_lse, tl.full((MERGE_ROWS,), first_item, tl.int32), line, live,
+        num_shares, head, NUM_KV_HEADS, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_SHARES,
+    )  # fmt: skip
+    if ONE_QUERY:
+        out_row = out + (head * GROUP + row) * HEAD_DIM
+    else:
+        out_row = out + (row // GROUP) * out_stride + (head * GROUP + row % GROUP) * HEAD_DIM
+    tl.store(
+        out_row[:, None] + feature[None, :],
+        merged.to(out.dtype.element_ty),
+        mask=live[:, None] & (feature < HEAD_DIM)[None, :],
+    )
+
+
 @triton.jit(
     do_not_specialize=["batch_size", "share_target", "min_share", "table_stride", "mask_width"],
 )
-def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
+def paged_attention_kernel(
     queries: tl.tensor,
     out: tl.tensor,
     key_buffer: tl.tensor,
@@ -312,58 +321,14 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     """
     # What the only query of a request sees needs no mask, except a tree's.
     ONE_QUERY: tl.constexpr = QUERIES == 1 and not TREE
-    # Row blocks of every request, where QUERIES tells.
-    BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     if PDL and MERGE_HERE:
         # What follows is no merging kernel, which needs the room that these programs take.
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
-    item = tl.program_id(1)
-
-    # Which request, row block and share of its keys this program has.
-    lanes = tl.arange(0, BATCH_BLOCK)
-    in_batch = lanes < batch_size
-    all_seqs = tl.load(seq_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    if QUERIES > 0:
-        all_queries = tl.where(in_batch, QUERIES, 0)
-    else:
-        all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
-    if QUERIES == 0:
-        even = False
-    elif not SHARED:
-        even = True
-    else:
-        # Whether nobody has enough of the work for a second share; cheaper than everybody's number.
-        attended = all_seqs.to(tl.int64)
-        if WINDOW > 0:
-            attended = tl.minimum(attended, WINDOW + QUERIES - 1)
-        total_work = tl.sum(attended, 0) * BLOCKS
-        even = tl.max(attended, 0) * share_target < 2 * total_work
-    if even:
-        # Many requests of about the same length: no need to add up what the others have.
-        total_items = batch_size * BLOCKS
-        request = item // BLOCKS
-        local = item % BLOCKS
-        num_shares = 1
-        shared_before = 0
-        query_start = request * QUERIES
-    else:
-        if SHARED:
-            all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
-        else:
-            all_shares = tl.full((BATCH_BLOCK,), 1, tl.int32)
-        all_items = all_blocks * all_shares
-        total_items = tl.sum(all_items, 0)
-        # Last rows first: under a causal mask they have most to do.
-        item = total_items - 1 - item
-        request = tl.sum((tl.cumsum(all_items, 0) <= item).to(tl.int32), 0)
-        before = lanes < request
-        local = item - tl.sum(tl.where(before, all_items, 0), 0)
-        num_shares = tl.sum(tl.where(lanes == request, all_shares, 0), 0)
-        shared_before = tl.sum(tl.where(before & (all_shares > 1), all_blocks, 0), 0)
-        query_start = tl.sum(tl.where(before, all_queries, 0), 0)
-    # Beyond the last item there is nothing to do.
+    item, request, local, num_shares, shared_before, query_start = work_item(
+        tl.program_id(1), seq_lens, query_lens, batch_size, share_target, min_share,
+        GROUP, BLOCK_M, BATCH_BLOCK, WINDOW, QUERIES, SHARED,
+    )  # fmt: skip
     if (item < 0) | (request >= batch_size):
         return
     query_start = query_start.to(tl.int64)
@@ -387,47 +352,29 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
     query_ptrs = queries + (query_start + token) * query_stride + row_offset
     if HALF > 0 and QUERIES > 1:
         position = tl.load(positions + query_start + token, mask=row_live, other=0)
-        query = _rotated_heads(
+        query = rotated_heads(
             query_ptrs, position, in_row, cos_sin, cos_sin_stride, BLOCK_D, HALF
         )  # fmt: skip
     else:
         query = tl.load(query_ptrs[:, None] + feature[None, :], mask=in_row, other=0.0)
         if HALF > 0:
             # One position: angles for one head are enough.
-            partner, pair = _partners(feature, HALF)
-            angles = cos_sin + tl.load(positions + query_start) * cos_sin_stride + pair
-            cos = tl.load(angles, mask=feature < 2 * HALF, other=1.0)
-            sin = tl.load(angles + HALF, mask=feature < 2 * HALF, other=0.0)
-            sin = tl.where(feature < HALF, -sin, sin)
+            partner, cos, sin = angles_of(
+                positions + query_start, cos_sin, cos_sin_stride, BLOCK_D, HALF
+            )
             second = tl.load(query_ptrs[:, None] + partner[None, :], mask=in_row, other=0.0)
-            query = _rotated(query, second, cos[None, :], sin[None, :])
-    prefix_len = seq_len - num_queries
-    query_pos = prefix_len + token
-    first_token = row_block * BLOCK_M // GROUP
-    last_token = tl.minimum((row_block * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
+            query = rotated(query, second, cos[None, :], sin[None, :])
 
     # Keys: [low, high) for the row block, [start, end) for this share; below `plain_end` every row
     # sees every key.
-    low = 0
-    high = tl.maximum(prefix_len + last_token + 1, 0)
-    plain_end = prefix_len + first_token + 1
-    mask_lines = token
-    mask_start = prefix_len
-    if TREE:
-        high = seq_len
-        mask_start = seq_len - mask_width
-        plain_end = mask_start
-        tree_mask += query_start * mask_width - mask_start
-        mask_lines = tl.where(row_live, token * mask_width, 0)
-    if WINDOW > 0:
-        low = tl.maximum(prefix_len + first_token - WINDOW + 1, 0)
-        plain_end = 0
-        if TREE:
-            # A tree's tokens lie behind each other in memory, not in the sequence.
-            query_pos = tl.load(positions + query_start + token, mask=row_live, other=0).to(
-                tl.int32
-            )
-            low = tl.maximum(prefix_len - WINDOW + 1, 0)
+    prefix_len = seq_len - num_queries
+    query_pos = prefix_len + token
+    if TREE and WINDOW > 0:
+        # A tree's tokens lie behind each other in memory, not in the sequence.
+        query_pos = tl.load(positions + query_start + token, mask=row_live, other=0).to(tl.int32)
+    low, high, plain_end = keys_of_rows(
+        row_block, seq_len, prefix_len, num_queries, mask_width, GROUP, BLOCK_M, WINDOW, TREE
+    )
     start = low
     end = high
     if SHARED:
@@ -444,51 +391,25 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
         # Whoever reads a new key writes it first. Row blocks of one head write the same.
         if QUERIES > 1:
             if (prefix_len < end) & (start < end):
-                _write_new(
+                write_new(
                     key_base, value_base, new_keys + head * HEAD_DIM, new_values + head * HEAD_DIM,
                     positions, slots, slot_map, cos_sin, query_start, start - prefix_len,
                     end - prefix_len, key_stride, value_stride, new_key_stride, new_value_stride,
                     cos_sin_stride, QUERIES, NEW_BLOCK, HEAD_DIM, BLOCK_D, HALF, MAPPED,
                 )  # fmt: skip
         elif (end == high) & (start < end):
-            in_head = feature < HEAD_DIM
-            new_key = new_keys + query_start * new_key_stride + head * HEAD_DIM
-            key = tl.load(new_key + feature, mask=in_head, other=0.0)
-            second_half = tl.load(new_key + partner, mask=in_head, other=0.0)
-            key = _rotated(key, second_half, cos, sin)
-            new_value = new_values + query_start * new_value_stride + head * HEAD_DIM
-            value = tl.load(new_value + feature, mask=in_head, other=0.0)
-            slot = tl.load(slots + query_start)
-            if MAPPED:
-                slot = tl.load(slot_map + slot).to(tl.int64)
-            buffer_type = key_buffer.dtype.element_ty
-            tl.store(key_base + slot * key_stride + feature, key.to(buffer_type), mask=in_head)
-            tl.store(
-                value_base + slot * value_stride + feature, value.to(buffer_type), mask=in_head
-            )
-        tl.debug_barrier()
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    row_max = tl.full((BLOCK_M,), NO_VALUE, tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    block = tl.arange(0, BLOCK_N)
-    # In one loop the last block is pipelined as well; in two most blocks need no mask.
-    masked_start = start
-    if not ONE_LOOP:
-        for position in tl.range(start, plain_end, BLOCK_N):
-            acc, row_max, row_sum = _attend(
-                query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
-                tree_mask, mask_lines, table_row, slot_map, key_base, value_base, key_stride,
-                value_stride, scale_log2,
-                HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, MAPPED, False, PRECISION,
+            write_one(
+                key_base, value_base, new_keys + query_start * new_key_stride + head * HEAD_DIM,
+                new_values + query_start * new_value_stride + head * HEAD_DIM, slots + query_start,
+                slot_map, partner, cos, sin, key_stride, value_stride, HEAD_DIM, BLOCK_D, MAPPED,
             )  # fmt: skip
-        masked_start = plain_end
-    for position in tl.range(masked_start, end, BLOCK_N, num_stages=MASKED_STAGES):
-        acc, row_max, row_sum = _attend(
-            query, acc, row_max, row_sum, position + block, end, query_pos, mask_start,
-            tree_mask, mask_lines, table_row, slot_map, key_base, value_base, key_stride,
-            value_stride, scale_log2,
-            HEAD_DIM, BLOCK_D, WINDOW, TREE, ONE_QUERY, MAPPED, True, PRECISION,
-        )  # fmt: skip
+        tl.debug_barrier()
+    acc, row_max, row_sum = _attend_range(
+        query, start, plain_end, end, query_pos, token, row_live, query_start, seq_len, prefix_len,
+        tree_mask, mask_width, table_row, slot_map, key_base, value_base, key_stride, value_stride,
+        scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, WINDOW, TREE, ONE_QUERY, MAPPED, PRECISION,
+        ONE_LOOP, MASKED_STAGES,
+    )  # fmt: skip
     if PDL and not MERGE_HERE:
         tl.extra.cuda.gdc_launch_dependents()
     acc = acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
@@ -510,24 +431,11 @@ def paged_attention_kernel(  # noqa: PLR0915 - a kernel is one program
             tl.debug_barrier()
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
                 tl.store(counter, 0)
-                line_in_block = tl.arange(0, MERGE_ROWS)
-                row = row_block * BLOCK_M + line_in_block
-                live = row < num_queries * GROUP
-                first_item = tl.full((MERGE_ROWS,), item - share, tl.int32)
-                merged = _merged_rows(
-                    partial_out, partial_lse, first_item, line_in_block, live, num_shares, head,
-                    NUM_KV_HEADS, BLOCK_D, BLOCK_M, MERGE_ROWS, MERGE_SHARES,
+                _merge_row_block(
+                    out + query_start * out_stride, out_stride, partial_out, partial_lse,
+                    item - share, row_block, num_shares, num_queries, head, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, ONE_QUERY, MERGE_ROWS, MERGE_SHARES,
                 )  # fmt: skip
-                if ONE_QUERY:
-                    out_row = out + query_start * out_stride + (head * GROUP + row) * HEAD_DIM
-                else:
-                    out_row = out + (query_start + row // GROUP) * out_stride
-                    out_row += (head * GROUP + row % GROUP) * HEAD_DIM
-                tl.store(
-                    out_row[:, None] + feature[None, :],
-                    merged.to(out.dtype.element_ty),
-                    mask=live[:, None] & (feature < HEAD_DIM)[None, :],
-                )
 
 
 @triton.jit(do_not_specialize=["batch_size", "share_target", "min_share"])
@@ -557,14 +465,10 @@ def merge_shares_kernel(
     head = tl.program_id(0)
     token = tl.program_id(1)
     lanes = tl.arange(0, BATCH_BLOCK)
-    in_batch = lanes < batch_size
-    all_seqs = tl.load(seq_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    if QUERIES > 0:
-        all_queries = tl.where(in_batch, QUERIES, 0)
-    else:
-        all_queries = tl.load(query_lens + lanes, mask=in_batch, other=0).to(tl.int32)
-    all_blocks = (all_queries * GROUP + BLOCK_M - 1) // BLOCK_M
-    all_shares = _shares(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
+    all_seqs, all_queries, all_blocks = all_requests(
+        seq_lens, query_lens, batch_size, GROUP, BLOCK_M, BATCH_BLOCK, QUERIES
+    )
+    all_shares = shares_of_all(all_seqs, all_queries, all_blocks, share_target, min_share, WINDOW)
     request = tl.sum((tl.cumsum(all_queries, 0) <= token).to(tl.int32), 0)
     before = lanes < request
     num_shares = tl.sum(tl.where(lanes == request, all_shares, 0), 0)
