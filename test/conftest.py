@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow; run it with --run-slow"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports left out of every later garbage collection: it stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache
