@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang.srt.environ import envs
+from sglang.srt.managers import client_watch, tokenizer_manager
 from sglang.srt.managers.health import HealthProbe
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -412,7 +413,12 @@ def test_abort_takes_a_prefix_and_returns_what_there_is(tmp_path: Path) -> None:
     run_with_front(tmp_path, body)
 
 
-def test_disconnect_aborts_this_request_only(tmp_path: Path) -> None:
+def test_disconnect_aborts_this_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (client_watch, tokenizer_manager):
+        monkeypatch.setattr(module, "DISCONNECT_POLL_S", 0.2)
+
     async def body(front: Front) -> None:
         front.scheduler.step_s = 0.02
         client = Client()
@@ -420,12 +426,12 @@ def test_disconnect_aborts_this_request_only(tmp_path: Path) -> None:
         task = asyncio.create_task(anext(front.manager.generate_request(request, client)))
         await until(lambda: "req-1" in front.scheduler.live)
         longer = await start(front, text="b", rid="req-10", sampling_params={"max_new_tokens": 90})
-        front.scheduler.step_s = 0.03
         client.gone = True
         with pytest.raises(RequestError, match="disconnected"):
             await task
         await until(lambda: "req-1" not in front.scheduler.live)
         assert "req-10" in front.scheduler.live
+        front.scheduler.step_s = 0.0
         assert front.scheduler.of_type(AbortReq)[-1].exact
         assert (await longer)["meta_info"]["finish_reason"]["type"] == "length"
 
