@@ -48,10 +48,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="slow; run it with --run-slow"))
 
 
+def pytest_configure() -> None:
+    """Let imports run without garbage collections: they make objects that stay to the end."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Keep what the imports left out of every later garbage collection: it stays to the end."""
-    gc.collect()
+    """Leave those objects out of all collections from here on."""
     gc.freeze()
+    gc.enable()
 
 
 @functools.cache

@@ -59,6 +59,8 @@ def publisher_of(
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # Sockets that a test has dropped are closed already, and wait for ever for a peer that is gone.
+    context.linger = 0
     yield context
     context.destroy(linger=0)
 
