@@ -238,6 +238,8 @@ def test_exact_abort(http: HttpFront) -> None:
         futures = [pool.submit(http.post, "/generate", json=body) for body in bodies]
         wait_for(lambda: len(http.scheduler.live) == 2)
         http.post("/abort_request", json={"rid": "job1", "exact": True})
+        wait_for(lambda: list(http.scheduler.live) == ["job10"])
+        http.scheduler.step_s = 0.0
         answers = [future.result().json() for future in futures]
     kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert kinds == ["abort", "length"]
