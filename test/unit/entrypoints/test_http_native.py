@@ -193,9 +193,7 @@ def test_bad_stream_request_gets_its_status(http: HttpFront) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_aborts(
-    http: HttpFront, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_disconnect_aborts(http: HttpFront, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     for module in (client_watch, tokenizer_manager):
         monkeypatch.setattr(module, "DISCONNECT_POLL_S", 0.2)
     http.scheduler.step_s = 0.03

@@ -219,7 +219,7 @@ def test_a_group_whose_trainer_died_is_opened_anew_at_once(
 def test_leaving_a_trainer_that_died_costs_a_limited_time(
     updater: WeightUpdater, dead_peers: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(module, "_CLOSE_S", 0.2)
     trainer = ThreadTrainer("g")
     opening = Opening(updater, *trainer.place())
     trainer.join()
