@@ -105,14 +105,20 @@ def _trainer(ports: Sequence[int]) -> dict[str, float]:
     """Seconds that each case's broadcasts took, with or without success."""
     took = {}
     for port, (case, (_, _, sent, _)) in zip(ports, CASES.items()):
-        group = init_custom_process_group(
-            "gloo",
-            f"tcp://127.0.0.1:{port}",
-            datetime.timedelta(seconds=30),
-            world_size=2,
-            rank=0,
-            group_name="g",
-        )
+        try:
+            group = init_custom_process_group(
+                "gloo",
+                f"tcp://127.0.0.1:{port}",
+                datetime.timedelta(seconds=30),
+                world_size=2,
+                rank=0,
+                group_name="g",
+            )
+        except RuntimeError:
+            # The engine refuses some cases at once: it may be gone before all is connected here.
+            assert case not in FINE
+            took[case] = 0.0
+            continue
         start = time.monotonic()
         try:
             works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in sent]
