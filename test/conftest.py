@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -45,6 +46,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow; run it with --run-slow"))
+
+
+def pytest_configure() -> None:
+    """Let imports run without garbage collections: they make objects that stay to the end."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave those objects out of all collections from here on."""
+    gc.freeze()
+    gc.enable()
 
 
 @functools.cache

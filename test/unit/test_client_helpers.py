@@ -51,7 +51,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(utils, "_POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(StubHandler, "refusals", 2)
     with ThreadingHTTPServer(("127.0.0.1", 0), StubHandler) as stub:
-        thread = threading.Thread(target=stub.serve_forever, daemon=True)
+        thread = threading.Thread(target=stub.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{stub.server_port}"
         stub.shutdown()

@@ -18,7 +18,7 @@ import requests
 from sglang.srt.entrypoints.http_memory import LARGE_BODY_BYTES
 from sglang.srt.entrypoints.http_server import _warmup_body
 from sglang.srt.environ import envs
-from sglang.srt.managers import health
+from sglang.srt.managers import client_watch, health, tokenizer_manager
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ProfileReqInput,
@@ -193,7 +193,9 @@ def test_bad_stream_request_gets_its_status(http: HttpFront) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_aborts(http: HttpFront, stream: bool) -> None:
+def test_disconnect_aborts(http: HttpFront, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    for module in (client_watch, tokenizer_manager):
+        monkeypatch.setattr(module, "DISCONNECT_POLL_S", 0.2)
     http.scheduler.step_s = 0.03
     body: dict[str, Any] = {"text": "a", "stream": stream, "sampling_params": ENDLESS}
     with pytest.raises(requests.exceptions.RequestException):
@@ -234,6 +236,8 @@ def test_exact_abort(http: HttpFront) -> None:
         futures = [pool.submit(http.post, "/generate", json=body) for body in bodies]
         wait_for(lambda: len(http.scheduler.live) == 2)
         http.post("/abort_request", json={"rid": "job1", "exact": True})
+        wait_for(lambda: list(http.scheduler.live) == ["job10"])
+        http.scheduler.step_s = 0.0
         answers = [future.result().json() for future in futures]
     kinds = [answer["meta_info"]["finish_reason"]["type"] for answer in answers]
     assert kinds == ["abort", "length"]
@@ -314,9 +318,9 @@ def test_warm_up_of_the_server_fits_any_preferred_minimum(http: HttpFront) -> No
 
 @pytest.fixture
 def answers_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A health check waits half a second instead of two; clients give it three."""
+    """A health check waits a third of a second instead of two; clients give it three."""
     assert health._ANSWER_WITHIN_S < 3
-    monkeypatch.setattr(health, "_ANSWER_WITHIN_S", 0.5)
+    monkeypatch.setattr(health, "_ANSWER_WITHIN_S", 0.3)
 
 
 @pytest.mark.usefixtures("answers_soon")
@@ -324,13 +328,13 @@ def test_long_step_is_not_death_and_silence_is(http: HttpFront) -> None:
     assert http.get("/health").status_code == 200
     http.scheduler.silent = True
     time.sleep(0.05)
-    with envs.SGLANG_HEALTH_CHECK_TIMEOUT.override(2.5):
+    with envs.SGLANG_HEALTH_CHECK_TIMEOUT.override(1.5):
         with ThreadPoolExecutor(20) as pool:
             started = time.monotonic()
             codes = {r.status_code for r in pool.map(http.get, ["/health"] * 20)}
         assert codes == {200} and time.monotonic() - started < 5
-        time.sleep(2.0)
-        assert http.get("/health").status_code == 503
+        wait_for(lambda: http.get("/health").status_code == 503)
+        assert time.monotonic() - started > 1.4
         assert http.get("/ping").status_code == 503
         http.scheduler.silent = False
         wait_for(lambda: not http.scheduler.live)

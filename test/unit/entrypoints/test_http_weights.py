@@ -155,5 +155,6 @@ def test_an_update_waits_for_requests_unless_paused(weights: HttpFront) -> None:
     update = {**TENSORS, "flush_cache": False}
     assert weights.post("/update_weights_from_tensor", json=update).status_code == 200
     assert weights.scheduler.live
+    weights.scheduler.step_s = 0.0
     assert weights.post("/continue_generation", json={}).status_code == 200
     thread.join()

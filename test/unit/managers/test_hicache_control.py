@@ -163,7 +163,7 @@ def test_a_backend_that_is_ready_waits_for_an_idle_moment() -> None:
         operated.busy = None
         assert operated.begin(attachment()) is None
         operated.busy = "#running-req: 1"
-        _tick_for(operated, 0.3)
+        _tick_for(operated, 0.1)
         assert not operated.late_replies and not operated.engine.tree.enable_storage
         operated.now += waited_s
         operated.busy = None if is_attached else operated.busy
@@ -222,7 +222,7 @@ def test_a_backend_that_cannot_be_let_go_of_is_not_called_attached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     operated = Operated()
-    operated.engine.any_controller._join_timeout_s = 0.2
+    operated.engine.any_controller._join_timeout_s = 0.1
     assert operated.attach().success
     gate = operated.hang()
     reply = operated.detach()
@@ -286,19 +286,19 @@ def test_a_clear_that_failed_is_told_why(caplog: pytest.LogCaptureFixture) -> No
 def test_a_call_that_hangs_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
     operated = Operated()
     watch = operated.engine.any_controller.call_watch
-    watch.hang_warning_s = 0.05
+    watch.hang_warning_s = 0.02
     caplog.set_level(logging.WARNING)
     assert operated.attach().success
     gate = operated.hang()
     operated.tick_until(lambda: bool(caplog.messages))
-    time.sleep(0.2)
+    time.sleep(0.1)
     (message,) = caplog.messages
     assert message.startswith("Storage backend memory hangs: a call of hicache-backup has not")
     gate.open()
     operated.tick_until(lambda: not operated.engine.tree.has_pending_transfers())
     assert "hicache-backup returned after" in caplog.messages[1]
     gate = operated.hang(100)  # so soon after the first it is no news
-    time.sleep(0.2)
+    time.sleep(0.1)
     gate.open()
     operated.tick_until(lambda: not operated.engine.tree.has_pending_transfers())
     assert len(caplog.messages) == 2

@@ -138,7 +138,7 @@ def test_the_device_does_not_wait_for_the_host():
 
     harness.receiver.on_wait = wait
     harness.generate("r", [5, 6, 7], 40, ignore_eos=True)
-    harness.step(32)
+    harness.step(22)
     assert len(waits) > 10
     assert statistics.median(waits) > STEP_S / 2
     # What a loaded machine needs to wake up is more than is allowed for.

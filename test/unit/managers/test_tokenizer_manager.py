@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from sglang.srt.environ import envs
+from sglang.srt.managers import client_watch, tokenizer_manager
 from sglang.srt.managers.health import HealthProbe
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -363,7 +364,9 @@ def test_exact_abort_and_abort_of_all(tmp_path: Path) -> None:
         front.manager.abort_request("job", exact=True)  # nobody's
         front.manager.abort_request("job1", exact=True)
         assert (await one)["meta_info"]["finish_reason"]["type"] == "abort"
+        front.scheduler.step_s = 0.0
         assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
+        front.scheduler.step_s = 0.01
         last = await start(front, text="a", rid="job10", sampling_params=ENDLESS)
         front.manager.abort_request("x", abort_all=True, exact=True)
         await until(lambda: front.scheduler.of_type(AbortReq)[-1].abort_all)
@@ -407,12 +410,18 @@ def test_abort_takes_a_prefix_and_returns_what_there_is(tmp_path: Path) -> None:
                 "err_type": None,
             }
             assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"])
+        front.scheduler.step_s = 0.0
         assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
 
     run_with_front(tmp_path, body)
 
 
-def test_disconnect_aborts_this_request_only(tmp_path: Path) -> None:
+def test_disconnect_aborts_this_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (client_watch, tokenizer_manager):
+        monkeypatch.setattr(module, "DISCONNECT_POLL_S", 0.2)
+
     async def body(front: Front) -> None:
         front.scheduler.step_s = 0.02
         client = Client()
@@ -420,12 +429,12 @@ def test_disconnect_aborts_this_request_only(tmp_path: Path) -> None:
         task = asyncio.create_task(anext(front.manager.generate_request(request, client)))
         await until(lambda: "req-1" in front.scheduler.live)
         longer = await start(front, text="b", rid="req-10", sampling_params={"max_new_tokens": 90})
-        front.scheduler.step_s = 0.03
         client.gone = True
         with pytest.raises(RequestError, match="disconnected"):
             await task
         await until(lambda: "req-1" not in front.scheduler.live)
         assert "req-10" in front.scheduler.live
+        front.scheduler.step_s = 0.0
         assert front.scheduler.of_type(AbortReq)[-1].exact
         assert (await longer)["meta_info"]["finish_reason"]["type"] == "length"
 
@@ -505,6 +514,7 @@ def test_pause_holds_new_requests_and_freezes_running_ones(tmp_path: Path, mode:
         assert not running.done() and not held.done()
         assert front.manager.rid_to_state["held"].phase is Phase.HELD
         await front.manager.pause_generation(PauseGenerationReqInput(mode=mode))  # harmless
+        front.scheduler.step_s = 0.0
         await front.manager.continue_generation(ContinueGenerationReqInput())
         assert (await running)["meta_info"]["completion_tokens"] == 20
         assert (await held)["text"] == "bbbb"
@@ -639,6 +649,7 @@ def test_update_while_paused_starts_at_once_and_blocks_continue(tmp_path: Path) 
             )
             await asyncio.sleep(0.05)
             assert not resumed.done() and not running.done()
+            front.scheduler.step_s = 0.0
         await resumed
         await running
 
@@ -673,6 +684,8 @@ def test_requests_spread_over_replicas(tmp_path: Path) -> None:
         assert pinned["meta_info"]["dp_rank"] == 1
         samples = await front.generate(text="a", sampling_params={**FOUR, "n": 4})
         assert len({a["meta_info"]["dp_rank"] for a in samples}) == 1  # they share a prefix
+        for scheduler in front.schedulers:
+            scheduler.step_s = 0.0
         for index in range(3):
             rid = f"n{index}"
             await front.generate(text="ab", rid=rid, sampling_params={**FOUR, "n": 2})

@@ -108,8 +108,9 @@ def silent_port() -> tuple[socket.socket, int]:
     return listener, listener.getsockname()[1]
 
 
-def test_whom_waiting_is_in_vain_for(runner: Runner) -> None:
-    updater = make_updater(runner, UpdateTimeouts(join_s=0.5))
+def test_whom_waiting_is_in_vain_for(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_GRACE_S", 0.2)
+    updater = make_updater(runner, UpdateTimeouts(join_s=0.3))
     stranger, port = silent_port()
     lonely = ThreadTrainer("other", world_size=3, timeout_s=1)
     lonely.join()
@@ -218,7 +219,7 @@ def test_a_group_whose_trainer_died_is_opened_anew_at_once(
 def test_leaving_a_trainer_that_died_costs_a_limited_time(
     updater: WeightUpdater, dead_peers: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CLOSE_S", 0.5)
+    monkeypatch.setattr(module, "_CLOSE_S", 0.2)
     trainer = ThreadTrainer("g")
     opening = Opening(updater, *trainer.place())
     trainer.join()

@@ -105,14 +105,20 @@ def _trainer(ports: Sequence[int]) -> dict[str, float]:
     """Seconds that each case's broadcasts took, with or without success."""
     took = {}
     for port, (case, (_, _, sent, _)) in zip(ports, CASES.items()):
-        group = init_custom_process_group(
-            "gloo",
-            f"tcp://127.0.0.1:{port}",
-            datetime.timedelta(seconds=30),
-            world_size=2,
-            rank=0,
-            group_name="g",
-        )
+        try:
+            group = init_custom_process_group(
+                "gloo",
+                f"tcp://127.0.0.1:{port}",
+                datetime.timedelta(seconds=30),
+                world_size=2,
+                rank=0,
+                group_name="g",
+            )
+        except RuntimeError:
+            # The engine refuses some cases at once: it may be gone before all is connected here.
+            assert case not in FINE
+            took[case] = 0.0
+            continue
         start = time.monotonic()
         try:
             works = [dist.broadcast(t, src=0, group=group, async_op=True) for t in sent]
@@ -142,6 +148,8 @@ def _member(rank: int, port: int) -> list[str]:
     said = []
     for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
         name = f"g{index}"
+        # Where two call at the same moment, some systems lose one, who tries again after 5 s.
+        time.sleep(0.05 * rank)
         groups.start_joining("127.0.0.1", port, 1, 4, name, "gloo")
         while name not in groups:
             groups.finish_joining(name)

@@ -23,6 +23,9 @@ from sglang.srt.utils.wakeup import Wakeup
 _EXT_INT32 = 1
 _ARRAY_OF_TWO = 0x92
 _FIXSTR, _STR8 = 0xA0, 0xD9
+# A writer whose reader has not bound yet tries again: soon at first, for the processes of a server
+# start within moments of each other, then more and more seldom.
+_RECONNECT_MS, _MAX_RECONNECT_MS = 5, 160
 
 
 class IpcError(ValueError):
@@ -153,6 +156,8 @@ def _socket(kind: int, address: str) -> zmq.Socket[bytes]:
     if kind == zmq.PULL:
         socket.bind(address)
     else:
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
         socket.connect(address)
     return socket
 
