@@ -48,13 +48,17 @@ def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None)
 
 
 class _StaticInputs:
-    """What captured steps read. A step of size b uses the first 3 * b packed values as [3, b]."""
+    """What captured steps read. A step of size b uses the first 3 * b packed values as [3, b].
+
+    All tensors stay where they are, and so do views of them.
+    """
 
     def __init__(self, max_size: int, padding_row: int, device: torch.device) -> None:
         self._padding = np.array([[padding_row], [_PADDING_SEQ_LEN], [_PADDING_SLOT]])
         self._packed = PackedInputs(3 * max_size, device)
         self._input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self._steps: dict[tuple[int, int], StagedStep] = {}  # by size and number of requests
 
     def fill(self, step: np.ndarray, size: int) -> None:
         """Copy a step, int64 [3, b], and neutral requests up to `size`, in stream order."""
@@ -70,6 +74,12 @@ class _StaticInputs:
 
     def of_size(self, size: int, num_reqs: int) -> StagedStep:
         """The first requests of a size."""
+        step = self._steps.get((size, num_reqs))
+        if step is None:
+            step = self._steps[size, num_reqs] = self._views_of(size, num_reqs)
+        return step
+
+    def _views_of(self, size: int, num_reqs: int) -> StagedStep:
         packed = self._packed.on_device[: 3 * size].view(3, size)
         rows, seq_lens, slots = packed[:, :num_reqs].unbind(0)
         return StagedStep(
@@ -128,9 +138,8 @@ class CudaGraphRunner:
         The output is valid until the next replay, in stream order.
         """
         num_reqs = batch.batch_size
-        outputs = self._graphs[self._size_of[num_reqs]].replay()
         self.num_steps += 1
-        return outputs.of_requests(num_reqs)
+        return self._graphs[self._size_of[num_reqs]].replay(num_reqs)
 
     # -- capture --------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class CudaGraphRunner:
     def _capture(self, size: int) -> None:
         self._inputs.neutral(size)
         graph, outputs = capture(lambda: self._step(size), self.memory)
-        self._graphs[size] = CapturedStep(graph=graph, outputs=outputs)
+        self._graphs[size] = CapturedStep(graph, outputs)
 
     def _step(self, size: int) -> StepOutputs:
         """A step from its static inputs: all that happens on the device."""

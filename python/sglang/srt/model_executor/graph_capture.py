@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -75,27 +75,42 @@ class StepOutputs:
     report: torch.Tensor  # int64 [2, b]: places of the largest; 1 where a row has NaN or +inf
     hidden_states: torch.Tensor | None = None  # [tokens, width], where they are wanted
 
-    def of_requests(self, num_reqs: int) -> LogitsProcessorOutput:
-        """The part of the first, real requests; hidden states are left out."""
+
+class _RequestViews(NamedTuple):
+    """The part of a step's outputs that belongs to its first, real requests."""
+
+    logits: torch.Tensor
+    greedy_token_ids: torch.Tensor
+    unusable_rows: torch.Tensor
+
+
+class CapturedStep:
+    """A forward pass of one size. Its outputs stay where they are, and so do views of them."""
+
+    def __init__(self, graph: ReplayableGraph, outputs: StepOutputs) -> None:
+        self.graph = graph
+        self.outputs = outputs
+        self._views: dict[int, _RequestViews] = {}  # by number of requests
+
+    def replay(self, num_reqs: int) -> LogitsProcessorOutput:
+        """Run it for so many requests; hidden states are left out.
+
+        The output is valid until the next replay of any graph, in stream order.
+        """
+        self.graph.replay()
+        views = self._views.get(num_reqs)
+        if views is None:
+            views = self._views[num_reqs] = self._views_of(num_reqs)
         return LogitsProcessorOutput(
-            next_token_logits=self.logits[:num_reqs],
-            greedy_token_ids=self.report[0, :num_reqs],
-            unusable_rows=self.report[1, :num_reqs],
-            greedy_report=self.report,
+            next_token_logits=views.logits,
+            greedy_token_ids=views.greedy_token_ids,
+            unusable_rows=views.unusable_rows,
+            greedy_report=self.outputs.report,
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedStep:
-    """A forward pass of one size."""
-
-    graph: ReplayableGraph
-    outputs: StepOutputs
-
-    def replay(self) -> StepOutputs:
-        """Run it; valid until the next replay of any graph, in stream order."""
-        self.graph.replay()
-        return self.outputs
+    def _views_of(self, num_reqs: int) -> _RequestViews:
+        report = self.outputs.report[:, :num_reqs]
+        return _RequestViews(self.outputs.logits[:num_reqs], report[0], report[1])
 
 
 def forward_and_choose(

@@ -170,11 +170,11 @@ class PrefillGraphRunner:
         """
         # Of all layers: a graph does not stop in front of each.
         batch.token_to_kv_pool.wait_for_loads()
-        outputs = self._graphs[self._size_of[batch.num_tokens]].replay()
+        step = self._graphs[self._size_of[batch.num_tokens]]
+        output = step.replay(batch.batch_size)
         self.num_steps += 1
-        output = outputs.of_requests(batch.batch_size)
-        if outputs.hidden_states is not None:
-            output.hidden_states = outputs.hidden_states[: batch.num_tokens]
+        if step.outputs.hidden_states is not None:
+            output.hidden_states = step.outputs.hidden_states[: batch.num_tokens]
         return output
 
     # -- inputs ---------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class PrefillGraphRunner:
     def _capture(self, size: int) -> None:
         self._fill(_no_requests(), size)
         graph, outputs = capture(lambda: self._step(size), self._memory)
-        self._graphs[size] = CapturedStep(graph=graph, outputs=outputs)
+        self._graphs[size] = CapturedStep(graph, outputs)
 
     def _step(self, size: int) -> StepOutputs:
         batch = self._static_batch(size)
