@@ -60,7 +60,8 @@ class GenerationBatchResult:
     logits_output: LogitsProcessorOutput
     accept_lens: torch.Tensor | None = None  # int64 [b] on the device; None: one token each
     nan_rows: torch.Tensor | None = None  # [b], not 0 or false: it has NaN
-    # int64 [2, b or more], where `next_token_ids` and `nan_rows` are parts of it.
+    # int64 [2, b or more], where `next_token_ids` (one a request) and `nan_rows` are parts of it:
+    # it is copied in their place.
     report: torch.Tensor | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
     launched_at: float = 0.0  # by `time.perf_counter`; set by the scheduler
@@ -76,18 +77,13 @@ class GenerationBatchResult:
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
         if self.report is not None:
-            num_reqs = len(self.next_token_ids)
-            self.next_token_ids, self.nan_rows = send_to_host(self.report)[:, :num_reqs]
-            self._record_copy()
-            return
-        self.next_token_ids = send_to_host(self.next_token_ids)
-        if self.accept_lens is not None:
-            self.accept_lens = send_to_host(self.accept_lens)
-        if self.nan_rows is not None:
-            self.nan_rows = send_to_host(self.nan_rows)
-        self._record_copy()
-
-    def _record_copy(self) -> None:
+            self.report = send_to_host(self.report)
+        else:
+            self.next_token_ids = send_to_host(self.next_token_ids)
+            if self.accept_lens is not None:
+                self.accept_lens = send_to_host(self.accept_lens)
+            if self.nan_rows is not None:
+                self.nan_rows = send_to_host(self.nan_rows)
         self.copy_done = current_platform().event()
         self.copy_done.record()
 
@@ -97,15 +93,19 @@ class GenerationBatchResult:
             self.was_done = self.copy_done.query()
             self.copy_done.synchronize()
         self.ended_at = time.perf_counter()
-        nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else None
-        tokens = self.next_token_ids.tolist()
         accept_lens = None if self.accept_lens is None else self.accept_lens.tolist()
-        if accept_lens is not None:
-            tokens = [token for row, count in zip(tokens, accept_lens) for token in row[:count]]
+        if self.report is not None:
+            num_reqs = self.next_token_ids.shape[0]
+            tokens, nan_rows = (values[:num_reqs] for values in self.report.tolist())
+        else:
+            tokens = self.next_token_ids.tolist()
+            if accept_lens is not None:
+                tokens = [token for row, count in zip(tokens, accept_lens) for token in row[:count]]
+            nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else []
         return ResolvedTokens(
             next_token_ids=tokens,
             accept_lens=accept_lens,
-            nan_rows=list(map(bool, nan_rows)) if nan_rows is not None and any(nan_rows) else None,
+            nan_rows=list(map(bool, nan_rows)) if any(nan_rows) else None,
         )
 
 
