@@ -260,7 +260,7 @@ class TpModelWorker:
 
     def _build_decode_batch(self, batch: ScheduleBatch, common: dict[str, Any]) -> ForwardBatch:
         # In one piece: every copy to the device costs the host as much as a small kernel.
-        step = np.stack((batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc.numpy()))
+        step = np.array((batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc.numpy()))
         if common["capture_hidden_mode"] is CaptureHiddenMode.NULL:
             staged = self.model_runner.stage_decode(step)
             if staged is not None:

@@ -65,7 +65,8 @@ class _StaticInputs:
         num_reqs = step.shape[1]
         values = self._packed.begin(3 * size).reshape(3, size)
         values[:, :num_reqs] = step
-        values[:, num_reqs:] = self._padding
+        if num_reqs < size:
+            values[:, num_reqs:] = self._padding
         self._packed.send(3 * size)
 
     def neutral(self, size: int) -> None:

@@ -133,6 +133,11 @@ def forward_and_choose(
     )
 
 
+class _Copy(NamedTuple):
+    source: torch.Tensor
+    target: torch.Tensor
+
+
 class PackedInputs:
     """All inputs of a captured step in one tensor on the device, filled by one copy."""
 
@@ -140,22 +145,28 @@ class PackedInputs:
         platform = current_platform()
         host = torch.zeros(num_values, dtype=torch.int64)
         self._hosts = [platform.pin(host.clone()) for _ in range(_NUM_HOST_BUFFERS)]
+        self._values: list[np.ndarray] = [host.numpy() for host in self._hosts]
         self._copied = [platform.event() for _ in range(_NUM_HOST_BUFFERS)]
         self._next = 0
         self.on_device = host.to(device, copy=True)  # int64 [num_values]
+        self._copies: dict[int, list[_Copy]] = {}  # by number of values; of each host buffer
 
     def begin(self, num_values: int) -> np.ndarray:
         """Host memory, int64 [num_values], to be filled; what was in it has been copied."""
         self._copied[self._next].synchronize()
-        values: np.ndarray = self._hosts[self._next].numpy()[:num_values]
-        return values
+        return self._values[self._next][:num_values]
 
     def send(self, num_values: int) -> None:
         """Copy what was filled since `begin` to the device, in stream order."""
-        host, copied = self._hosts[self._next], self._copied[self._next]
+        copies = self._copies.get(num_values)
+        if copies is None:
+            target = self.on_device[:num_values]
+            copies = [_Copy(host[:num_values], target) for host in self._hosts]
+            self._copies[num_values] = copies
+        source, target = copies[self._next]
+        target.copy_(source, non_blocking=True)
+        self._copied[self._next].record()
         self._next = (self._next + 1) % _NUM_HOST_BUFFERS
-        self.on_device[:num_values].copy_(host[:num_values], non_blocking=True)
-        copied.record()
 
 
 def lens_on_host(lens: torch.Tensor) -> list[int] | None:
