@@ -580,8 +580,10 @@ class ScheduleBatch:
             return
         allocator = self.token_to_kv_pool_allocator
         rows, old_lens = self.req_pool_indices, self.seq_lens
-        table = self.req_to_token_pool.req_to_token_cpu.numpy()
-        last_locs = table[rows, old_lens - 1].astype(np.int64)
+        if allocator.page_size > 1:
+            last_locs = self.req_to_token_pool.mirror[rows, old_lens - 1].astype(np.int64)
+        else:
+            last_locs = old_lens  # pages of one slot are never gone on with
         self.seq_lens = old_lens + 1
         self.state_plan = self.tree_cache.plan_decode_states(rows, self.seq_lens)
         slots = allocator.alloc_decode(self.seq_lens, last_locs)
@@ -618,8 +620,7 @@ class ScheduleBatch:
         """
         held, wanted = self._held_and_wanted()
         rows = self.req_pool_indices
-        table = self.req_to_token_pool.req_to_token_cpu.numpy()
-        last_locs = table[rows, held - 1].astype(np.int64)
+        last_locs = self.req_to_token_pool.mirror[rows, held - 1].astype(np.int64)
         slots = self.token_to_kv_pool_allocator.alloc_extend(held, wanted, last_locs)
         if slots is None:
             raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests")
