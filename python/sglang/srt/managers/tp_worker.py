@@ -50,6 +50,11 @@ class ResolvedTokens:
     accept_lens: list[int] | None  # tokens per request; None: one each
     nan_rows: list[bool] | None  # requests whose logits held NaN; None: none did
 
+    @property
+    def is_plain(self) -> bool:
+        """One token a request, and all of them good."""
+        return self.accept_lens is None and self.nan_rows is None
+
 
 @dataclass(slots=True)
 class GenerationBatchResult:
