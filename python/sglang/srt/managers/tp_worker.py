@@ -187,6 +187,7 @@ class TpModelWorker:
     def clear_cache_pool(self) -> None:
         """Nothing of its own to clear: the shared allocator is cleared by the scheduler."""
 
+    @torch.inference_mode()  # once for all of a step: to enter it takes as long as a small operator
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one step of `batch` and sample. Collective over the tensor-parallel ranks."""
         forward_batch = self.build_forward_batch(batch)
