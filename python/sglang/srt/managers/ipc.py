@@ -32,7 +32,7 @@ class IpcError(ValueError):
 
 def _encode_special(value: Any) -> Any:
     if isinstance(value, array) and value.typecode == "i":
-        return msgspec.msgpack.Ext(_EXT_INT32, memoryview(value).cast("B"))
+        return msgspec.msgpack.Ext(_EXT_INT32, value.tobytes())
     raise NotImplementedError(f"{type(value).__name__} cannot be part of a message")
 
 
