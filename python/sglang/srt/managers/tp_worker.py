@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.dispatch import send_to_host
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import HostReport, LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -65,9 +65,8 @@ class GenerationBatchResult:
     logits_output: LogitsProcessorOutput
     accept_lens: torch.Tensor | None = None  # int64 [b] on the device; None: one token each
     nan_rows: torch.Tensor | None = None  # [b], not 0 or false: it has NaN
-    # int64 [2, b or more], where `next_token_ids` (one a request) and `nan_rows` are parts of it:
-    # it is copied in their place.
-    report: torch.Tensor | None = None
+    # Of a captured step whose choice stands: `next_token_ids` and `nan_rows`, on their way already.
+    report: HostReport | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
     launched_at: float = 0.0  # by `time.perf_counter`; set by the scheduler
     # Set by `resolve`: when (by `time.perf_counter`), and whether that was so before it was called.
@@ -82,13 +81,13 @@ class GenerationBatchResult:
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
         if self.report is not None:
-            self.report = send_to_host(self.report)
-        else:
-            self.next_token_ids = send_to_host(self.next_token_ids)
-            if self.accept_lens is not None:
-                self.accept_lens = send_to_host(self.accept_lens)
-            if self.nan_rows is not None:
-                self.nan_rows = send_to_host(self.nan_rows)
+            self.copy_done = self.report.done
+            return
+        self.next_token_ids = send_to_host(self.next_token_ids)
+        if self.accept_lens is not None:
+            self.accept_lens = send_to_host(self.accept_lens)
+        if self.nan_rows is not None:
+            self.nan_rows = send_to_host(self.nan_rows)
         self.copy_done = current_platform().event()
         self.copy_done.record()
 
@@ -101,7 +100,8 @@ class GenerationBatchResult:
         accept_lens = None if self.accept_lens is None else self.accept_lens.tolist()
         if self.report is not None:
             num_reqs = self.next_token_ids.shape[0]
-            tokens, nan_rows = (values[:num_reqs] for values in self.report.tolist())
+            tokens, nan_rows = self.report.values.tolist()
+            tokens, nan_rows = tokens[:num_reqs], nan_rows[:num_reqs]
         else:
             tokens = self.next_token_ids.tolist()
             if accept_lens is not None:

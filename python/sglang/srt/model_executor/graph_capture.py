@@ -1,4 +1,4 @@
-"""What captured steps of all kinds share: capturing, packed inputs, and a step's common end.
+"""What captured steps of all kinds share: capturing, replaying, and a step's common end.
 
 Owns nothing; each kind of step (`cuda_graph_runner`, `prefill_graph_runner`, the speculative ones)
 owns its graphs and inputs. Weights are read where they are, so in-place weight updates stay
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -25,15 +24,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
-from sglang.srt.platforms import current_platform
 
 T = TypeVar("T")
 
 # cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
 # pays once; steps that are not captured keep the default.
 _MAX_LT_SIZE = 128
-# Host buffers that inputs are copied from: this step's, the one's on the device, and spare ones.
-_NUM_HOST_BUFFERS = 4
 
 
 class GraphableRunner(Protocol):
@@ -105,7 +101,6 @@ class CapturedStep:
             next_token_logits=views.logits,
             greedy_token_ids=views.greedy_token_ids,
             unusable_rows=views.unusable_rows,
-            greedy_report=self.outputs.report,
         )
 
     def _views_of(self, num_reqs: int) -> _RequestViews:
@@ -131,42 +126,6 @@ def forward_and_choose(
         report=torch.stack((token_ids, unusable_rows.to(torch.int64))),
         hidden_states=output.hidden_states,
     )
-
-
-class _Copy(NamedTuple):
-    source: torch.Tensor
-    target: torch.Tensor
-
-
-class PackedInputs:
-    """All inputs of a captured step in one tensor on the device, filled by one copy."""
-
-    def __init__(self, num_values: int, device: torch.device) -> None:
-        platform = current_platform()
-        host = torch.zeros(num_values, dtype=torch.int64)
-        self._hosts = [platform.pin(host.clone()) for _ in range(_NUM_HOST_BUFFERS)]
-        self._values: list[np.ndarray] = [host.numpy() for host in self._hosts]
-        self._copied = [platform.event() for _ in range(_NUM_HOST_BUFFERS)]
-        self._next = 0
-        self.on_device = host.to(device, copy=True)  # int64 [num_values]
-        self._copies: dict[int, list[_Copy]] = {}  # by number of values; of each host buffer
-
-    def begin(self, num_values: int) -> np.ndarray:
-        """Host memory, int64 [num_values], to be filled; what was in it has been copied."""
-        self._copied[self._next].synchronize()
-        return self._values[self._next][:num_values]
-
-    def send(self, num_values: int) -> None:
-        """Copy what was filled since `begin` to the device, in stream order."""
-        copies = self._copies.get(num_values)
-        if copies is None:
-            target = self.on_device[:num_values]
-            copies = [_Copy(host[:num_values], target) for host in self._hosts]
-            self._copies[num_values] = copies
-        source, target = copies[self._next]
-        target.copy_(source, non_blocking=True)
-        self._copied[self._next].record()
-        self._next = (self._next + 1) % _NUM_HOST_BUFFERS
 
 
 def lens_on_host(lens: torch.Tensor) -> list[int] | None:
