@@ -560,11 +560,19 @@ class ScheduleBatch:
 
     def has_decode_memory(self) -> bool:
         """True when the next decode step fits, after evicting from the prefix cache if need be."""
-        allocator = self.token_to_kv_pool_allocator
-        need = self.decode_pages_needed() * allocator.page_size
+        page = self.token_to_kv_pool_allocator.page_size
+        if self.step_shape.num_slots == 1 and self._has_free(len(self.reqs) * page):
+            return True  # a page for everybody: no need to count who is at a page's end
+        need = self.decode_pages_needed() * page
         self._evict_to_have(need)
+        return self._has_free(need)
+
+    def _has_free(self, num_tokens: int) -> bool:
+        allocator = self.token_to_kv_pool_allocator
         free_swa = allocator.available_swa_size()
-        return allocator.available_size() >= need and (free_swa is None or free_swa >= need)
+        return allocator.available_size() >= num_tokens and (
+            free_swa is None or free_swa >= num_tokens
+        )
 
     def prepare_for_decode(self) -> None:
         """Give every request the slot of the token it sampled last.
