@@ -265,6 +265,7 @@ class Bench:
         else:
             step = partial(self.runner.forward, self.last_step)
 
+        @torch.inference_mode()
         def loop() -> None:
             for _ in range(50):
                 step()

@@ -212,6 +212,7 @@ def test_warm_up_leaves_no_trace(tmp_path: Path) -> None:
     assert tokens_of(runner) == tokens_of(make_runner(path, "float16"))
 
 
+@torch.inference_mode()
 def last_logits(runner: ModelRunner, prompt: list[int], prefix_len: int) -> torch.Tensor:
     """Logits after the prompt, its first tokens read back from the cache: float32 [V]."""
     slots = torch.arange(4, 4 + len(prompt))

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from sglang.srt import platforms
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor import prefill_graph_runner
 from sglang.srt.model_executor.forward_batch_info import (
@@ -133,6 +134,11 @@ def steps_of(runner: ModelRunner) -> list[PrefillStep]:
     return steps
 
 
+@torch.inference_mode()
+def forward(runner: ModelRunner, batch: ForwardBatch) -> LogitsProcessorOutput:
+    return runner.forward(batch)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_padded_extend_equals_the_plain_one(tmp_path: Path, family: str) -> None:
     """Logits, states of all tokens and what is in the cache."""
@@ -144,14 +150,14 @@ def test_a_padded_extend_equals_the_plain_one(tmp_path: Path, family: str) -> No
         runner.prefill_runner = graphs
         for step in steps_of(runner):
             if is_captured:
-                output = runner.forward(staged_batch(runner, graphs, step))
+                output = forward(runner, staged_batch(runner, graphs, step))
                 assert output.greedy_token_ids is not None
                 expected_ids = output.next_token_logits.argmax(-1)
                 assert torch.equal(output.greedy_token_ids, expected_ids)
                 rows = torch.from_numpy(step.req_pool_indices).to(runner.device)
                 assert torch.equal(runner.last_token_ids[rows], expected_ids)
             else:
-                output = runner.forward(batch_of(runner, step))
+                output = forward(runner, batch_of(runner, step))
             assert output.hidden_states is not None
             parts += [output.next_token_logits.clone(), output.hidden_states.clone()]
         for layer in range(2):
@@ -193,11 +199,11 @@ def test_one_long_request_is_divided_as_without_padding(
         out_cache_loc=slots,
     )
     chosen.clear()
-    runner.forward(batch_of(runner, step))
+    forward(runner, batch_of(runner, step))
     plain = chosen[-1]
     assert graphs.stage(step, CaptureHiddenMode.NULL) is not None
     chosen.clear()
-    runner.forward(graphs._static_batch(64))
+    forward(runner, graphs._static_batch(64))
     assert set(chosen) == {plain}
     assert plain.block_m > launcher.MIN_ROWS
 

@@ -188,13 +188,13 @@ def test_a_step_and_its_padding_are_one_copy(
 ) -> None:
     graphs = capture(make_runner(tmp_path))
     copies: list[int] = []
-    send = graphs._packed.send
+    send = graphs._exchange.send
 
     def counted(num_values: int) -> None:
         copies.append(num_values)
         send(num_values)
 
-    monkeypatch.setattr(graphs._packed, "send", counted)
+    monkeypatch.setattr(graphs._exchange, "send", counted)
     graphs.stage(step_of([20, 20]), NULL)  # what it leaves must not be seen again
     staged = graphs.stage(step_of([9, 5], prefix_len=4), NULL)
     assert staged is not None and len(copies) == 2

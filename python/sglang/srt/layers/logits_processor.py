@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +26,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 # 512 rows x 49k vocabulary x 4 bytes = 100 MB, twice (logits and log-softmax).
 LOGPROB_BLOCK_ROWS = 512
+
+
+class HostReport(NamedTuple):
+    """Of a captured step: its largest logits on their way to the host, there once `done` passed."""
+
+    values: torch.Tensor  # int64 [2, b or more]: token ids; 1 where a row has NaN or +inf
+    done: Any  # platform event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +60,7 @@ class LogitsProcessorOutput:
     # int64 [b]: the largest logit of each row, where the step found it on the way (captured ones);
     # `unusable_rows` belongs to it. Both are valid as long as the logits are.
     greedy_token_ids: torch.Tensor | None = None
-    # int64 [2, b or more], where both are parts of it: one copy brings them to the host.
-    greedy_report: torch.Tensor | None = None
+    greedy_report: HostReport | None = None  # both, where the step itself sends them to the host
 
     # Filled by the sampler after it has drawn the tokens.
     next_token_logprobs: torch.Tensor | None = None  # float32 [b]

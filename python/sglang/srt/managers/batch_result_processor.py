@@ -60,6 +60,8 @@ class BatchResultProcessor:
             logprobs = _OutputLogprobs(result.logits_output, result.tokens_per_req)
         if batch.forward_mode is ForwardMode.EXTEND:
             self._process_prefill(batch, result.logits_output, tokens, logprobs, now)
+        elif tokens.is_plain and logprobs is None and not batch.traits.wants_hidden_states:
+            self._process_plain_decode(batch, tokens)
         else:
             self._process_decode(batch, result.logits_output, tokens, logprobs)
 
@@ -103,6 +105,28 @@ class BatchResultProcessor:
             self._advance(req, index, new_ids, tokens, logprobs, commits=True)
             if req.stream and req.finish_reason is None:
                 self.streamer.add(req)
+
+    def _process_plain_decode(self, batch: ScheduleBatch, tokens: ResolvedTokens) -> None:
+        """`_process_decode` of a step that brought one good token a request and nothing else."""
+        num_kept = 0
+        for index, (req, token_id) in enumerate(zip(batch.reqs, tokens.next_token_ids)):
+            if req.finish_reason is not None:
+                continue
+            output_ids = req.output_ids
+            if (
+                req.always_check_finish
+                or token_id in req.end_token_ids
+                or len(output_ids) + 1 >= req.max_new_tokens
+            ):
+                self._advance(req, index, [token_id], tokens, None, commits=True)
+            else:
+                output_ids.append(token_id)
+                req.num_pending_tokens -= 1
+                req.kv_committed_len += 1
+                num_kept += 1
+            if req.stream and req.finish_reason is None:
+                self.streamer.add(req)
+        self.num_generated_tokens += num_kept
 
     def _count_drafts(self, req: Req, batch: ScheduleBatch, num_accepted: int) -> None:
         if req.spec is None:

@@ -32,10 +32,9 @@ class OutputStreamer:
         """Take note of `req` after its tokens or its end have been recorded."""
         if self._send is None:
             return
-        if not req.finished and not self._is_due(req):
-            return
-        output = self._make_output(req)  # may flush what was collected before
-        self._outputs.append(output)
+        if req.finish_reason is not None or self._is_due(req):
+            output = self._make_output(req)  # may flush what was collected before
+            self._outputs.append(output)
 
     def flush(self) -> None:
         """Send what was collected, as one message."""

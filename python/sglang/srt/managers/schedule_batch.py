@@ -454,25 +454,13 @@ class ScheduleBatch:
         return self.forward_mode, len(self.reqs)
 
     def snapshot(self) -> ScheduleBatch:
-        """The step as launched, for the result processor: later filters do not change it."""
-        copy = ScheduleBatch(
-            [],
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            tree_cache=self.tree_cache,
-            vocab_size=self.vocab_size,
-            device=self.device,
-            step_shape=self.step_shape,
-        )
-        copy.reqs = self.reqs
-        copy.traits = self.traits
-        copy.forward_mode = self.forward_mode
-        copy.req_pool_indices = self.req_pool_indices
-        copy.seq_lens = self.seq_lens
-        copy.extend_lens = self.extend_lens
-        copy.prefix_lens = self.prefix_lens
-        copy.chunked = self.chunked
-        return copy
+        """The step as launched, for the result processor: later filters do not change it.
+
+        Shallow, because what changes a batch rebinds its lists and arrays and never writes to them.
+        """
+        launched = object.__new__(ScheduleBatch)  # `copy.copy`, without its search for how to copy
+        launched.__dict__.update(self.__dict__)
+        return launched
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -572,11 +560,19 @@ class ScheduleBatch:
 
     def has_decode_memory(self) -> bool:
         """True when the next decode step fits, after evicting from the prefix cache if need be."""
-        allocator = self.token_to_kv_pool_allocator
-        need = self.decode_pages_needed() * allocator.page_size
+        page = self.token_to_kv_pool_allocator.page_size
+        if self.step_shape.num_slots == 1 and self._has_free(len(self.reqs) * page):
+            return True  # a page for everybody: no need to count who is at a page's end
+        need = self.decode_pages_needed() * page
         self._evict_to_have(need)
+        return self._has_free(need)
+
+    def _has_free(self, num_tokens: int) -> bool:
+        allocator = self.token_to_kv_pool_allocator
         free_swa = allocator.available_swa_size()
-        return allocator.available_size() >= need and (free_swa is None or free_swa >= need)
+        return allocator.available_size() >= num_tokens and (
+            free_swa is None or free_swa >= num_tokens
+        )
 
     def prepare_for_decode(self) -> None:
         """Give every request the slot of the token it sampled last.
@@ -592,8 +588,10 @@ class ScheduleBatch:
             return
         allocator = self.token_to_kv_pool_allocator
         rows, old_lens = self.req_pool_indices, self.seq_lens
-        table = self.req_to_token_pool.req_to_token_cpu.numpy()
-        last_locs = table[rows, old_lens - 1].astype(np.int64)
+        if allocator.page_size > 1:
+            last_locs = self.req_to_token_pool.mirror[rows, old_lens - 1].astype(np.int64)
+        else:
+            last_locs = old_lens  # pages of one slot are never gone on with
         self.seq_lens = old_lens + 1
         self.state_plan = self.tree_cache.plan_decode_states(rows, self.seq_lens)
         slots = allocator.alloc_decode(self.seq_lens, last_locs)
@@ -630,8 +628,7 @@ class ScheduleBatch:
         """
         held, wanted = self._held_and_wanted()
         rows = self.req_pool_indices
-        table = self.req_to_token_pool.req_to_token_cpu.numpy()
-        last_locs = table[rows, held - 1].astype(np.int64)
+        last_locs = self.req_to_token_pool.mirror[rows, held - 1].astype(np.int64)
         slots = self.token_to_kv_pool_allocator.alloc_extend(held, wanted, last_locs)
         if slots is None:
             raise RuntimeError(f"no slots for a decode step of {len(self.reqs)} requests")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import ClassVar
 
@@ -311,26 +311,22 @@ class NewTokenRatio:
     """
 
     conservativeness: float
-    value: float = 0.0
+    value: float = field(init=False)
+    initial: float = field(init=False)
+    minimum: float = field(init=False)
+    _decay: float = field(init=False)  # of one decode step
 
     INITIAL: ClassVar[float] = 0.7
     MIN_SHARE: ClassVar[float] = 0.14
     DECAY_STEPS: ClassVar[int] = 600
 
     def __post_init__(self) -> None:
-        self.value = self.initial
-
-    @property
-    def initial(self) -> float:
-        return min(self.INITIAL * self.conservativeness, 1.0)
-
-    @property
-    def minimum(self) -> float:
-        return min(self.initial * self.MIN_SHARE, 1.0)
+        self.value = self.initial = min(self.INITIAL * self.conservativeness, 1.0)
+        self.minimum = min(self.initial * self.MIN_SHARE, 1.0)
+        self._decay = (self.initial - self.minimum) / self.DECAY_STEPS
 
     def decay(self) -> None:
-        step = (self.initial - self.minimum) / self.DECAY_STEPS
-        self.value = max(self.value - step, self.minimum)
+        self.value = max(self.value - self._decay, self.minimum)
 
     def reset(self) -> None:
         self.value = self.initial

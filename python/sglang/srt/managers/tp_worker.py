@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.dispatch import send_to_host
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import HostReport, LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch, StepShape
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -50,6 +50,11 @@ class ResolvedTokens:
     accept_lens: list[int] | None  # tokens per request; None: one each
     nan_rows: list[bool] | None  # requests whose logits held NaN; None: none did
 
+    @property
+    def is_plain(self) -> bool:
+        """One token a request, and all of them good."""
+        return self.accept_lens is None and self.nan_rows is None
+
 
 @dataclass(slots=True)
 class GenerationBatchResult:
@@ -60,8 +65,8 @@ class GenerationBatchResult:
     logits_output: LogitsProcessorOutput
     accept_lens: torch.Tensor | None = None  # int64 [b] on the device; None: one token each
     nan_rows: torch.Tensor | None = None  # [b], not 0 or false: it has NaN
-    # int64 [2, b or more], where `next_token_ids` and `nan_rows` are parts of it.
-    report: torch.Tensor | None = None
+    # Of a captured step whose choice stands: `next_token_ids` and `nan_rows`, on their way already.
+    report: HostReport | None = None
     copy_done: Any = None  # platform event after the asynchronous copies to the host
     launched_at: float = 0.0  # by `time.perf_counter`; set by the scheduler
     # Set by `resolve`: when (by `time.perf_counter`), and whether that was so before it was called.
@@ -76,18 +81,13 @@ class GenerationBatchResult:
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
         if self.report is not None:
-            num_reqs = len(self.next_token_ids)
-            self.next_token_ids, self.nan_rows = send_to_host(self.report)[:, :num_reqs]
-            self._record_copy()
+            self.copy_done = self.report.done
             return
         self.next_token_ids = send_to_host(self.next_token_ids)
         if self.accept_lens is not None:
             self.accept_lens = send_to_host(self.accept_lens)
         if self.nan_rows is not None:
             self.nan_rows = send_to_host(self.nan_rows)
-        self._record_copy()
-
-    def _record_copy(self) -> None:
         self.copy_done = current_platform().event()
         self.copy_done.record()
 
@@ -97,15 +97,20 @@ class GenerationBatchResult:
             self.was_done = self.copy_done.query()
             self.copy_done.synchronize()
         self.ended_at = time.perf_counter()
-        nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else None
-        tokens = self.next_token_ids.tolist()
         accept_lens = None if self.accept_lens is None else self.accept_lens.tolist()
-        if accept_lens is not None:
-            tokens = [token for row, count in zip(tokens, accept_lens) for token in row[:count]]
+        if self.report is not None:
+            num_reqs = self.next_token_ids.shape[0]
+            tokens, nan_rows = self.report.values.tolist()
+            tokens, nan_rows = tokens[:num_reqs], nan_rows[:num_reqs]
+        else:
+            tokens = self.next_token_ids.tolist()
+            if accept_lens is not None:
+                tokens = [token for row, count in zip(tokens, accept_lens) for token in row[:count]]
+            nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else []
         return ResolvedTokens(
             next_token_ids=tokens,
             accept_lens=accept_lens,
-            nan_rows=list(map(bool, nan_rows)) if nan_rows is not None and any(nan_rows) else None,
+            nan_rows=list(map(bool, nan_rows)) if any(nan_rows) else None,
         )
 
 
@@ -182,6 +187,7 @@ class TpModelWorker:
     def clear_cache_pool(self) -> None:
         """Nothing of its own to clear: the shared allocator is cleared by the scheduler."""
 
+    @torch.inference_mode()  # once for all of a step: to enter it takes as long as a small operator
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run one step of `batch` and sample. Collective over the tensor-parallel ranks."""
         forward_batch = self.build_forward_batch(batch)
@@ -260,7 +266,7 @@ class TpModelWorker:
 
     def _build_decode_batch(self, batch: ScheduleBatch, common: dict[str, Any]) -> ForwardBatch:
         # In one piece: every copy to the device costs the host as much as a small kernel.
-        step = np.stack((batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc.numpy()))
+        step = np.array((batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc.numpy()))
         if common["capture_hidden_mode"] is CaptureHiddenMode.NULL:
             staged = self.model_runner.stage_decode(step)
             if staged is not None:

@@ -261,7 +261,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         """See the base class."""
         prefix, seq, last = map(_as_int_array, (prefix_lens, seq_lens, last_locs))
         page_size = self.page_size
-        self._check_last_locs(prefix, last)
+        self._tokens_in_page(prefix, last)
         # Tokens of one request:  [prefix ........ boundary)[boundary ............... seq)
         #                          rest of the open page     whole and begun new pages
         boundary_page = -(-prefix // page_size)
@@ -288,25 +288,34 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     def alloc_decode(self, seq_lens: IntVector, last_locs: IntVector) -> torch.Tensor | None:
         """See the base class."""
-        position = _as_int_array(seq_lens) - 1
+        num_tokens = _as_int_array(seq_lens) - 1
         last = _as_int_array(last_locs)
-        self._check_last_locs(position, last)
-        needs_page = position % self.page_size == 0
-        pages = self._take_pages(int(needs_page.sum()))
-        if pages is None:
-            return None
+        in_page = self._tokens_in_page(num_tokens, last)
         slots = last + 1
-        slots[needs_page] = pages * self.page_size
+        if not in_page.all():
+            at_end = np.flatnonzero(in_page == 0)
+            pages = self._take_pages(len(at_end))
+            if pages is None:
+                return None
+            slots[at_end] = pages * self.page_size
         return torch.from_numpy(slots)
 
-    def _check_last_locs(self, num_tokens: np.ndarray, last_locs: np.ndarray) -> None:
-        in_page = num_tokens % self.page_size
-        broken = (in_page != 0) & ((last_locs + 1) % self.page_size != in_page)
+    def _tokens_in_page(self, num_tokens: np.ndarray, last_locs: np.ndarray) -> np.ndarray:
+        """Return how many of each request's tokens lie in its open page; 0: it has none.
+
+        Raises RuntimeError where a last slot lies elsewhere in its page.
+        """
+        in_page: np.ndarray = num_tokens % self.page_size
+        is_elsewhere = (last_locs + 1) % self.page_size != in_page
+        if not is_elsewhere.any():
+            return in_page
+        broken = is_elsewhere & (in_page != 0)  # without an open page a last slot may be anything
         if broken.any():
             raise RuntimeError(
                 f"last slots {last_locs[broken][:8].tolist()} do not fit the lengths "
                 f"{num_tokens[broken][:8].tolist()} with page size {self.page_size}"
             )
+        return in_page
 
 
 def create_token_to_kv_pool_allocator(

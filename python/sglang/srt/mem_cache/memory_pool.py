@@ -85,6 +85,12 @@ class ReqToTokenPool:
         self._is_free: list[bool] = []
         self.clear()
 
+    @functools.cached_property
+    def mirror(self) -> np.ndarray:
+        """``req_to_token_cpu`` as an array, in the same memory."""
+        table: np.ndarray = self.req_to_token_cpu.numpy()
+        return table
+
     @property
     def num_rows(self) -> int:
         """Rows of the table, and of every tensor that is indexed by them."""
@@ -149,7 +155,7 @@ class ReqToTokenPool:
 
     def write_mirror(self, rows: np.ndarray, columns: np.ndarray, slots: np.ndarray) -> None:
         """Set one cell per entry of the mirror, int64 [n] each; `write_device` must follow."""
-        self.req_to_token_cpu.numpy()[rows, columns] = slots
+        self.mirror[rows, columns] = slots
 
     def write_device(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
         """Set one cell per entry of the device's table, int64 [n] there. Can be captured."""

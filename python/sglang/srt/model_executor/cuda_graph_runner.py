@@ -19,7 +19,6 @@ from sglang.srt.model_executor.graph_capture import (
     CapturedStep,
     GraphableRunner,
     GraphMemory,
-    PackedInputs,
     StepOutputs,
     capture,
     capture_sizes,
@@ -27,6 +26,7 @@ from sglang.srt.model_executor.graph_capture import (
     lens_on_host,
     size_table,
 )
+from sglang.srt.model_executor.host_exchange import HostExchange
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +48,26 @@ def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None)
 
 
 class _StaticInputs:
-    """What captured steps read. A step of size b uses the first 3 * b packed values as [3, b]."""
+    """What captured steps read. A step of size b has 3 * b packed values, as [3, b].
+
+    All tensors stay where they are, and so do views of them.
+    """
 
     def __init__(self, max_size: int, padding_row: int, device: torch.device) -> None:
         self._padding = np.array([[padding_row], [_PADDING_SEQ_LEN], [_PADDING_SLOT]])
-        self._packed = PackedInputs(3 * max_size, device)
+        self.exchange = HostExchange(3 * max_size, max_size, device)
         self._input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self._steps: dict[tuple[int, int], StagedStep] = {}  # by size and number of requests
 
     def fill(self, step: np.ndarray, size: int) -> None:
         """Copy a step, int64 [3, b], and neutral requests up to `size`, in stream order."""
         num_reqs = step.shape[1]
-        values = self._packed.begin(3 * size).reshape(3, size)
+        values = self.exchange.begin(3 * size).reshape(3, size)
         values[:, :num_reqs] = step
-        values[:, num_reqs:] = self._padding
-        self._packed.send(3 * size)
+        if num_reqs < size:
+            values[:, num_reqs:] = self._padding
+        self.exchange.send(3 * size)
 
     def neutral(self, size: int) -> None:
         """Make all requests of a size neutral ones."""
@@ -70,7 +75,13 @@ class _StaticInputs:
 
     def of_size(self, size: int, num_reqs: int) -> StagedStep:
         """The first requests of a size."""
-        packed = self._packed.on_device[: 3 * size].view(3, size)
+        step = self._steps.get((size, num_reqs))
+        if step is None:
+            step = self._steps[size, num_reqs] = self._views_of(size, num_reqs)
+        return step
+
+    def _views_of(self, size: int, num_reqs: int) -> StagedStep:
+        packed = self.exchange.on_device[: 3 * size].view(3, size)
         rows, seq_lens, slots = packed[:, :num_reqs].unbind(0)
         return StagedStep(
             req_pool_indices=rows,
@@ -128,9 +139,11 @@ class CudaGraphRunner:
         The output is valid until the next replay, in stream order.
         """
         num_reqs = batch.batch_size
-        outputs = self._graphs[self._size_of[num_reqs]].replay()
+        size = self._size_of[num_reqs]
+        output = self._graphs[size].replay(num_reqs)
+        output.greedy_report = self._inputs.exchange.end(size)
         self.num_steps += 1
-        return outputs.of_requests(num_reqs)
+        return output
 
     # -- capture --------------------------------------------------------------------------------
 
@@ -148,7 +161,8 @@ class CudaGraphRunner:
     def _capture(self, size: int) -> None:
         self._inputs.neutral(size)
         graph, outputs = capture(lambda: self._step(size), self.memory)
-        self._graphs[size] = CapturedStep(graph=graph, outputs=outputs)
+        self._graphs[size] = CapturedStep(graph, outputs)
+        self._inputs.exchange.end(size)
 
     def _step(self, size: int) -> StepOutputs:
         """A step from its static inputs: all that happens on the device."""
@@ -158,7 +172,9 @@ class CudaGraphRunner:
         runner.req_to_token_pool.write_device(
             batch.req_pool_indices, batch.positions, batch.out_cache_loc
         )
-        return forward_and_choose(runner, batch, batch.req_pool_indices)
+        outputs = forward_and_choose(runner, batch, batch.req_pool_indices)
+        self._inputs.exchange.write_report(outputs.report, 3 * size)
+        return outputs
 
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs.of_size(size, size)

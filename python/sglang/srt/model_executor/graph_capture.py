@@ -1,4 +1,4 @@
-"""What captured steps of all kinds share: capturing, packed inputs, and a step's common end.
+"""What captured steps of all kinds share: capturing, replaying, and a step's common end.
 
 Owns nothing; each kind of step (`cuda_graph_runner`, `prefill_graph_runner`, the speculative ones)
 owns its graphs and inputs. Weights are read where they are, so in-place weight updates stay
@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -25,15 +24,12 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
-from sglang.srt.platforms import current_platform
 
 T = TypeVar("T")
 
 # cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
 # pays once; steps that are not captured keep the default.
 _MAX_LT_SIZE = 128
-# Host buffers that inputs are copied from: this step's, the one's on the device, and spare ones.
-_NUM_HOST_BUFFERS = 4
 
 
 class GraphableRunner(Protocol):
@@ -75,27 +71,41 @@ class StepOutputs:
     report: torch.Tensor  # int64 [2, b]: places of the largest; 1 where a row has NaN or +inf
     hidden_states: torch.Tensor | None = None  # [tokens, width], where they are wanted
 
-    def of_requests(self, num_reqs: int) -> LogitsProcessorOutput:
-        """The part of the first, real requests; hidden states are left out."""
+
+class _RequestViews(NamedTuple):
+    """The part of a step's outputs that belongs to its first, real requests."""
+
+    logits: torch.Tensor
+    greedy_token_ids: torch.Tensor
+    unusable_rows: torch.Tensor
+
+
+class CapturedStep:
+    """A forward pass of one size. Its outputs stay where they are, and so do views of them."""
+
+    def __init__(self, graph: ReplayableGraph, outputs: StepOutputs) -> None:
+        self.graph = graph
+        self.outputs = outputs
+        self._views: dict[int, _RequestViews] = {}  # by number of requests
+
+    def replay(self, num_reqs: int) -> LogitsProcessorOutput:
+        """Run it for so many requests; hidden states are left out.
+
+        The output is valid until the next replay of any graph, in stream order.
+        """
+        self.graph.replay()
+        views = self._views.get(num_reqs)
+        if views is None:
+            views = self._views[num_reqs] = self._views_of(num_reqs)
         return LogitsProcessorOutput(
-            next_token_logits=self.logits[:num_reqs],
-            greedy_token_ids=self.report[0, :num_reqs],
-            unusable_rows=self.report[1, :num_reqs],
-            greedy_report=self.report,
+            next_token_logits=views.logits,
+            greedy_token_ids=views.greedy_token_ids,
+            unusable_rows=views.unusable_rows,
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedStep:
-    """A forward pass of one size."""
-
-    graph: ReplayableGraph
-    outputs: StepOutputs
-
-    def replay(self) -> StepOutputs:
-        """Run it; valid until the next replay of any graph, in stream order."""
-        self.graph.replay()
-        return self.outputs
+    def _views_of(self, num_reqs: int) -> _RequestViews:
+        report = self.outputs.report[:, :num_reqs]
+        return _RequestViews(self.outputs.logits[:num_reqs], report[0], report[1])
 
 
 def forward_and_choose(
@@ -116,31 +126,6 @@ def forward_and_choose(
         report=torch.stack((token_ids, unusable_rows.to(torch.int64))),
         hidden_states=output.hidden_states,
     )
-
-
-class PackedInputs:
-    """All inputs of a captured step in one tensor on the device, filled by one copy."""
-
-    def __init__(self, num_values: int, device: torch.device) -> None:
-        platform = current_platform()
-        host = torch.zeros(num_values, dtype=torch.int64)
-        self._hosts = [platform.pin(host.clone()) for _ in range(_NUM_HOST_BUFFERS)]
-        self._copied = [platform.event() for _ in range(_NUM_HOST_BUFFERS)]
-        self._next = 0
-        self.on_device = host.to(device, copy=True)  # int64 [num_values]
-
-    def begin(self, num_values: int) -> np.ndarray:
-        """Host memory, int64 [num_values], to be filled; what was in it has been copied."""
-        self._copied[self._next].synchronize()
-        values: np.ndarray = self._hosts[self._next].numpy()[:num_values]
-        return values
-
-    def send(self, num_values: int) -> None:
-        """Copy what was filled since `begin` to the device, in stream order."""
-        host, copied = self._hosts[self._next], self._copied[self._next]
-        self._next = (self._next + 1) % _NUM_HOST_BUFFERS
-        self.on_device[:num_values].copy_(host[:num_values], non_blocking=True)
-        copied.record()
 
 
 def lens_on_host(lens: torch.Tensor) -> list[int] | None:

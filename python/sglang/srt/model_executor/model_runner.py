@@ -437,9 +437,8 @@ class ModelRunner:
         runner = self.prefill_runner
         return None if runner is None else runner.stage(step, hidden_mode)
 
-    @torch.inference_mode()
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run the model on one batch. Collective."""
+        """Run the model on one batch, in inference mode as all steps. Collective."""
         output = self._run_model(forward_batch)
         plan = forward_batch.state_plan
         if plan is not None and forward_batch.forward_mode.is_decode():
@@ -455,7 +454,6 @@ class ModelRunner:
         with use_attention_backend(self.attn_backend):
             return self.model(forward_batch.input_ids, forward_batch.positions, forward_batch)
 
-    @torch.inference_mode()
     def sample(
         self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
     ) -> torch.Tensor:
@@ -466,7 +464,6 @@ class ModelRunner:
         positions = forward_batch.seq_lens
         return self.sampler.forward(logits_output, info, forward_batch.logprobs, positions)
 
-    @torch.inference_mode()
     def nan_rows(self, logits_output: LogitsProcessorOutput) -> torch.Tensor:
         """[b], not 0 or false: requests whose logits hold NaN, which ends them."""
         if logits_output.unusable_rows is not None:

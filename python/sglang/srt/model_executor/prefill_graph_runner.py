@@ -34,7 +34,6 @@ from sglang.srt.model_executor.graph_capture import (
     CapturedStep,
     GraphableRunner,
     GraphMemory,
-    PackedInputs,
     StepOutputs,
     capture,
     capture_sizes,
@@ -42,6 +41,7 @@ from sglang.srt.model_executor.graph_capture import (
     lens_on_host,
     size_table,
 )
+from sglang.srt.model_executor.host_exchange import HostExchange
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class PrefillGraphRunner:
         self.hidden_mode = hidden_mode
         self._exact_counts = None if pad else frozenset(token_counts)
         self._size_of = size_table(token_counts)
-        self._packed = PackedInputs(_num_values(token_counts[-1]), runner.device)
+        self._exchange = HostExchange(_num_values(token_counts[-1]), MAX_REQUESTS, runner.device)
         self._memory = memory or GraphMemory(runner.device)
         self._graphs: dict[int, CapturedStep] = {}
         self.num_steps = 0  # replays, for tests and reports
@@ -170,11 +170,12 @@ class PrefillGraphRunner:
         """
         # Of all layers: a graph does not stop in front of each.
         batch.token_to_kv_pool.wait_for_loads()
-        outputs = self._graphs[self._size_of[batch.num_tokens]].replay()
+        step = self._graphs[self._size_of[batch.num_tokens]]
+        output = step.replay(batch.batch_size)
+        output.greedy_report = self._exchange.end(MAX_REQUESTS)
         self.num_steps += 1
-        output = outputs.of_requests(batch.batch_size)
-        if outputs.hidden_states is not None:
-            output.hidden_states = outputs.hidden_states[: batch.num_tokens]
+        if step.outputs.hidden_states is not None:
+            output.hidden_states = step.outputs.hidden_states[: batch.num_tokens]
         return output
 
     # -- inputs ---------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class PrefillGraphRunner:
         """One copy to the device of the step and its padding."""
         num_tokens, num_reqs = len(step.input_ids), len(step.seq_lens)
         num_padding = size - num_tokens
-        values = self._packed.begin(_num_values(size))
+        values = self._exchange.begin(_num_values(size))
         requests, tokens = _divide(values, size)
         requests[0] = self._runner.req_to_token_pool.padding_row
         requests[1:] = 0
@@ -199,10 +200,10 @@ class PrefillGraphRunner:
         tokens[0, num_tokens:] = 0
         tokens[1, num_tokens:] = np.arange(num_padding)
         tokens[2, num_tokens:] = _PADDING_SLOT
-        self._packed.send(len(values))
+        self._exchange.send(len(values))
 
     def _inputs_of(self, size: int) -> _Inputs:
-        return _Inputs(*_divide(self._packed.on_device[: _num_values(size)], size))
+        return _Inputs(*_divide(self._exchange.on_device[: _num_values(size)], size))
 
     # -- capture --------------------------------------------------------------------------------
 
@@ -222,11 +223,14 @@ class PrefillGraphRunner:
     def _capture(self, size: int) -> None:
         self._fill(_no_requests(), size)
         graph, outputs = capture(lambda: self._step(size), self._memory)
-        self._graphs[size] = CapturedStep(graph=graph, outputs=outputs)
+        self._graphs[size] = CapturedStep(graph, outputs)
+        self._exchange.end(MAX_REQUESTS)
 
     def _step(self, size: int) -> StepOutputs:
         batch = self._static_batch(size)
-        return forward_and_choose(self._runner, batch, batch.req_pool_indices[:MAX_REQUESTS])
+        outputs = forward_and_choose(self._runner, batch, batch.req_pool_indices[:MAX_REQUESTS])
+        self._exchange.write_report(outputs.report, _num_values(size))
+        return outputs
 
     def _static_batch(self, size: int) -> ForwardBatch:
         requests, tokens = self._inputs_of(size)

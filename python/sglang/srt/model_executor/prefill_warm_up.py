@@ -72,6 +72,7 @@ def warm_up_shapes(max_tokens: int, plan_lengths: list[int]) -> list[PrefillShap
     return shapes
 
 
+@torch.inference_mode()
 def warm_up_prefill(runner: WarmableRunner, max_tokens: int, show_progress: bool) -> None:
     """Run each shape once. `max_tokens`: of the longest prefill step of one request."""
     start = time.perf_counter()

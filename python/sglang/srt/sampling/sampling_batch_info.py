@@ -215,6 +215,8 @@ class SamplingBatchInfo:
         """
         if len(reqs) != self.batch_size:
             raise RuntimeError(f"sampling info of {self.batch_size} rows, {len(reqs)} requests")
+        if self.penalties is None and not self.grammars and not self.min_new_tokens:
+            return
         if self.penalties is not None:
             self.penalties.update([reqs[row].output_ids for row in self.penalties.rows])
         waiting = [

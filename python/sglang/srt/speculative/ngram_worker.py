@@ -112,7 +112,6 @@ class NGRAMWorker(BaseSpecWorker):
         """One token for each request; the statistics count it as a verification of nothing."""
         self._start_shadows(batch)
         step = batch.snapshot()
-        step.sampling_info = batch.sampling_info
         committed = torch.tensor([req.kv_committed_len for req in batch.reqs])
         step.seq_lens = (committed + 1).numpy()
         rows = torch.from_numpy(batch.req_pool_indices)

@@ -3,7 +3,8 @@
 Outputs stay at one place and are overwritten by each replay, as those of real graphs are; a replay
 leaves rubbish in the outputs of the others that share its memory. No replay waits for loads of the
 host cache. For tests of what surrounds the graphs: static inputs, padding, state that passes from
-one to the next. What may not happen inside a capture is not noticed here.
+one to the next. What may not happen inside a capture is not noticed here. Or, for measurements of
+the host, graphs of decode steps that do nothing at all.
 """
 
 from __future__ import annotations
@@ -77,6 +78,20 @@ def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "products_of", _nothing)
     monkeypatch.setattr(TorchNativeBackend, "captures_prefill", True)
     monkeypatch.setattr(TorchOps, "send_to_host", lambda self, x: x.clone())
+
+
+class _EmptyGraph:
+    def replay(self) -> None:
+        return
+
+
+def use_empty_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decode steps be captured on the CPU, as graphs that cost nothing and compute nothing."""
+    monkeypatch.setattr(
+        cuda_graph_runner, "capture", lambda function, memory: (_EmptyGraph(), function())
+    )
+    monkeypatch.setattr(graph_capture, "capturing", _nothing)
+    monkeypatch.setattr(graph_capture, "products_of", _nothing)
 
 
 def _clone(value: Any) -> Any:
