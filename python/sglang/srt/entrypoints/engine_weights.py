@@ -31,7 +31,11 @@ T = TypeVar("T")
 
 
 class EngineWeights:
-    """See the module docstring. Updates return (success, message) and do not raise."""
+    """See the module docstring.
+
+    Updates return (success, message); they raise RequestError only where no answer came: the engine
+    is gone or too slow.
+    """
 
     server_args: ServerArgs
     tokenizer_manager: TokenizerManager
