@@ -443,6 +443,16 @@ class TokenizerManager:
             # One a loop, and kept: one that is dropped takes the channel from its successor.
             self._handle_loops = open_loops | {loop: loop.create_task(self._handle_messages())}
 
+    def would_wait_for_itself(self) -> bool:
+        """Whether an update made now, while only the caller's thread runs loops, would never end.
+
+        It waits for client requests whose tasks no running loop goes on with.
+        """
+        own = asyncio._get_running_loop()
+        runs_elsewhere = any(loop.is_running() and loop is not own for loop in self._handle_loops)
+        in_flight = self.model_update_lock.num_readers
+        return in_flight > 0 and not self.is_holding and not runs_elsewhere
+
     async def _handle_messages(self) -> None:
         try:
             while True:

@@ -60,10 +60,10 @@ class Mutex:
 
 
 class RWLock:
-    """Many readers or one writer. Not re-entrant."""
+    """Many readers, `num_readers` now, or one writer. Not re-entrant."""
 
     def __init__(self) -> None:
-        self._num_readers = 0
+        self.num_readers = 0
         self._has_writer = False
         self._num_waiting_writers = 0
         self._changed = Waiters()
@@ -72,12 +72,12 @@ class RWLock:
         """Take the shared side; waits while a writer is active or waiting."""
         while self._has_writer or self._num_waiting_writers:
             await self._changed.wait()
-        self._num_readers += 1
+        self.num_readers += 1
 
     def release_reader(self) -> None:
         """Give the shared side back."""
-        self._num_readers -= 1
-        if self._num_readers == 0:
+        self.num_readers -= 1
+        if self.num_readers == 0:
             self._changed.wake_all()
 
     @asynccontextmanager
@@ -85,7 +85,7 @@ class RWLock:
         """Hold the exclusive side; waits for every reader."""
         self._num_waiting_writers += 1
         try:
-            while self._has_writer or self._num_readers:
+            while self._has_writer or self.num_readers:
                 await self._changed.wait()
             self._has_writer = True
         finally:
