@@ -99,7 +99,6 @@ def test_nested_fields_come_back_with_their_types() -> None:
                 ),
                 decode=DecodeParams(
                     skip_special_tokens=True,
-                    spaces_between_special_tokens=True,
                     no_stop_trim=False,
                     stop_strs=["é", "\n"],
                 ),

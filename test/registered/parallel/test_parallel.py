@@ -68,6 +68,11 @@ def test_two_ranks_give_the_same_tokens(model, reference, overlap):
         _generate(url, sampling_params=sampled)  # ranks that drew differently would hang here
         schema = {"temperature": 0.7, "max_new_tokens": 12, "regex": "[ab]{3}"}
         _generate(url, sampling_params=schema)
+        # Two clocks, one decision: a rank that went on alone would hang here.
+        slow = {"max_new_tokens": 100, "ignore_eos": True, "stop_regex": r"(.|\n|.\n|..)+[0]{9}"}
+        body: dict[str, Any] = {"input_ids": [5, 6, 7], "sampling_params": slow}
+        assert requests.post(f"{url}/generate", json=body, timeout=120).status_code in (200, 400)
+        assert _generate(url) == reference
     finally:
         terminate_and_kill_process_tree(process)
 

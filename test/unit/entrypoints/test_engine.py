@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,10 @@ class FrontEngine(Engine):
         return self._run(one())["text"]
 
 
+def update_from_disk(engine: FrontEngine) -> tuple[bool, str, int]:
+    return engine.update_weights_from_disk("/new")
+
+
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[FrontEngine]:
     with make_front(tmp_path) as front:
@@ -63,6 +69,44 @@ def test_loops_take_turns(engine: FrontEngine) -> None:
         assert engine.text() == "aaaa"
         gc.collect()
         assert engine.text() == "aaaa"
+
+
+def test_an_update_that_would_wait_for_its_own_caller_is_refused(engine: FrontEngine) -> None:
+    async def body() -> None:
+        engine.front.scheduler.step_s = 0.01
+        running = asyncio.create_task(engine.async_generate("a", FOUR))
+        await until(lambda: bool(engine.front.scheduler.live))
+        engine.get_server_info()  # on the engine's own loop
+        for update in (engine.release_memory_occupation, partial(update_from_disk, engine)):
+            with pytest.raises(RuntimeError, match="await the requests of the running"):
+                update()
+        assert (await running)["text"] == "aaaa"  # type: ignore[index,call-overload]
+        assert update_from_disk(engine)[0]
+
+    asyncio.run(body())
+
+
+def test_an_update_that_would_wait_for_an_unread_stream_is_refused(engine: FrontEngine) -> None:
+    engine.front.scheduler.step_s = 0.01
+    stream = engine.generate("a", {"max_new_tokens": 20}, stream=True)
+    next(stream)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="read streams to their end"):
+        update_from_disk(engine)
+    assert list(stream)
+    assert update_from_disk(engine)[0]
+
+
+def test_an_update_waits_for_another_threads_request(engine: FrontEngine) -> None:
+    engine.front.scheduler.step_s = 0.01
+    answers: list[Any] = []
+    other = threading.Thread(target=lambda: answers.append(engine.generate("a", FOUR)), daemon=True)
+    other.start()
+    deadline = time.monotonic() + 5
+    while not engine.front.scheduler.live and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert update_from_disk(engine)[0]
+    other.join(5)
+    assert answers[0]["text"] == "aaaa"
 
 
 def test_death_reaches_a_caller_on_a_loop_of_its_own(engine: FrontEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,16 @@ def test_over_http(tmp_path: Path) -> None:
         # Keys never show up in what the server tells about itself.
         info = http.get("/server_info", headers={"Authorization": "Bearer user"})
         assert info.json()["api_key"] == "***" and "root" not in info.json()["admin_api_key"]
+
+
+def test_passwords_in_urls_of_the_storage_are_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = '{"url": "rediss://me:pa@ss:w@store:6379/1", "ttl": 5}'
+    flag = "--hicache-storage-backend-extra-config"
+    monkeypatch.setattr(sys, "orig_argv", ["python", flag, config, f"{flag}={config}"])
+    with serve_fake(tmp_path, hicache_storage_backend_extra_config=config) as http:
+        info = http.get("/server_info")
+    shown = '{"url": "rediss://***@store:6379/1", "ttl": 5}'
+    assert info.json()["hicache_storage_backend_extra_config"] == shown
+    assert "ss:w" not in info.text and info.json()["launch_command"].count("***@store") == 2

@@ -35,7 +35,6 @@ def params(
 ) -> DecodeParams:
     return DecodeParams(
         skip_special_tokens=skip_special,
-        spaces_between_special_tokens=True,
         no_stop_trim=no_stop_trim,
         stop_strs=stop or [],
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import regex
 from tokenizers import Tokenizer
 
 from sglang.srt.managers.finish_check import (
@@ -321,6 +322,21 @@ def test_exploding_regex_ends_the_request_and_not_the_server() -> None:
     assert time.monotonic() - start < 2
     assert isinstance(result.reason, FinishAbort)
     assert result.reason.status_code == 400 and "too long" in result.reason.message
+
+
+def test_many_slow_patterns_share_the_time_of_one() -> None:
+    # None takes too long alone; one after the other they would hold the server for a second.
+    slow = next(n for n in range(10, 40) if _seconds_to_search("(A|AA)+C", "A" * n) > 0.02)
+    start = time.monotonic()
+    result = check([A] * slow, 1, stop_regex=["(A|AA)+C"] * 32, max_new_tokens=999)
+    assert time.monotonic() - start < 0.4
+    assert isinstance(result.reason, FinishAbort) and result.reason.status_code == 400
+
+
+def _seconds_to_search(pattern: str, text: str) -> float:
+    start = time.monotonic()
+    assert regex.search(pattern, text) is None
+    return time.monotonic() - start
 
 
 # -- tokens that are bytes ------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.managers.invariant_checker import InvariantError
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -25,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.mem_cache.tree_components.base import InvariantError
 from sglang.test.fakes.fake_worker import FakeSpeculativeWorker, oracle
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,7 @@ def test_abort_reaches_a_request_whose_prompt_is_computed_for_its_samples(tmp_pa
         front.manager.abort_request("b")
         for answer in await request:
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        await until(lambda: bool(front.scheduler.of_type(AbortReq)))
         assert [message.rid for message in front.scheduler.of_type(AbortReq)] == ["b"]
         assert len(front.scheduler.of_type(TokenizedGenerateReqInput)) == 1  # no sample was sent
 
@@ -746,6 +748,41 @@ def test_dead_engine_wakes_held_requests(tmp_path: Path) -> None:
             await held
 
     run_with_front(tmp_path, body)
+
+
+async def _held_by_a_pause(front: Front) -> Any:
+    await front.manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+    held = asyncio.create_task(front.generate(text="ab", sampling_params={"max_new_tokens": 2}))
+    await until(lambda: len(front.manager._held()) == 1)
+    await asyncio.sleep(0.01)
+    await front.manager.continue_generation(ContinueGenerationReqInput())
+    return await held
+
+
+async def _queued_behind_an_update(front: Front) -> Any:
+    running = asyncio.create_task(front.generate(text="ab", sampling_params={"max_new_tokens": 9}))
+    await until(lambda: bool(front.scheduler.live))
+    async with front.manager.weight_update_guard():
+        queued = asyncio.create_task(
+            front.generate(text="ab", sampling_params={"max_new_tokens": 2})
+        )
+        await asyncio.sleep(0.01)
+    await running
+    return await queued
+
+
+@pytest.mark.parametrize("wait", [_held_by_a_pause, _queued_behind_an_update])
+def test_requests_wait_on_one_loop_after_the_other(
+    tmp_path: Path, wait: Callable[[Front], Awaitable[Any]]
+) -> None:
+    async def within_limit(front: Front) -> Any:
+        front.scheduler.step_s = 0.01
+        async with asyncio.timeout(10):
+            return await wait(front)
+
+    with make_front(tmp_path) as front:
+        for _ in range(2):
+            assert asyncio.run(within_limit(front))["text"] == "ab"
 
 
 def test_long_prompts_do_not_block_the_loop(tmp_path: Path) -> None:

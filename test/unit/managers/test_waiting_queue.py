@@ -217,6 +217,15 @@ def test_a_full_queue_gives_up_the_last_of_the_least_important():
     assert rig.cache.released == ["young"]
 
 
+def test_a_full_queue_keeps_whose_client_has_begun_to_read():
+    rig = Rig(max_queued=1, enable_priority=True)
+    retracted = make_req("retracted")
+    retracted.output_ids = [7]
+    rig.queue.put_back(retracted, 0, NOW)
+    rig.add("urgent", priority=9)
+    assert rig.rids == ["retracted"] and rig.ended == [("urgent", *FULL)]
+
+
 def test_retracted_requests_go_in_front_whatever_the_limits():
     rig = Rig(max_queued=1)
     rig.add("waits")

@@ -92,29 +92,6 @@ def test_free_group_is_one_free() -> None:
         allocator.free_group_end()
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_restore_undoes_allocations_and_refuses_after_a_free(page_size: int) -> None:
-    allocator = make(16, page_size)
-    kept = allocator.alloc(8)
-    assert kept is not None
-    allocator.free(kept[:4])  # the ring wraps in what follows
-    state = allocator.backup_state()
-    first = allocator.alloc(12)
-    allocator.restore_state(state)
-    assert allocator.available_size() == 12
-    assert first is not None and allocator.is_free(first).all()
-    again = allocator.alloc(12)
-    assert again is not None and torch.equal(first, again)
-    assert not allocator.is_free(again).any()
-    allocator.free(again)
-    with pytest.raises(RuntimeError, match="freed since"):
-        allocator.restore_state(state)
-    old = allocator.backup_state()
-    allocator.clear()
-    with pytest.raises(RuntimeError, match="freed since"):
-        allocator.restore_state(old)
-
-
 def test_extend_fills_the_open_page_first() -> None:
     allocator = make(32, 4)
     first = allocator.alloc_extend([0, 0], [6, 3], [-1, -1])

@@ -108,17 +108,6 @@ def test_rows_move_from_copies_to_the_slots_that_stay() -> None:
     check_map(allocator, pool)
 
 
-def test_an_undone_allocation_gives_its_rows_back() -> None:
-    allocator, pool = make(page_size=4)
-    kept = take(allocator, 4)
-    state = allocator.backup_state()
-    take(allocator, 8)
-    allocator.restore_state(state)
-    assert (allocator.available_size(), allocator.available_swa_size()) == (28, 12)
-    assert (allocator.swa_rows(kept) > 0).all()
-    check_map(allocator, pool)
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_lives_keep_both_sides_exact(page_size: int) -> None:
     rng = random.Random(page_size)

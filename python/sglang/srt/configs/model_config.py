@@ -264,12 +264,6 @@ class ModelConfig:
             hf_config=raw,
         )
 
-    def rope_of_layer(self, layer_id: int) -> RopeConfig:
-        """The rotation of one layer."""
-        if self.local_rope is not None and self.sliding_windows[layer_id] is not None:
-            return self.local_rope
-        return self.rope
-
     @property
     def mixed_window(self) -> int | None:
         """Window of those layers that have one, where there are others that see everything.

@@ -261,6 +261,23 @@ class Engine(EngineWeights, EngineBase):
         with self._lock:
             return self._drive(work)
 
+    def _run_alone(self, work: Coroutine[Any, Any, T]) -> T:
+        """See `EngineWeights`: `_run`, but where nobody could finish the requests in flight.
+
+        Those are streams that are not read now, and requests of the loop that this call stops.
+        """
+        with self._lock:
+            is_closed = self.loop.is_closed()
+            if not is_closed and not self.tokenizer_manager.would_wait_for_itself():
+                return self._drive(work)
+        work.close()
+        raise RuntimeError(
+            "the engine was shut down"
+            if is_closed
+            else "requests in flight would wait for this call, which waits for them: read streams "
+            "to their end, and await the requests of the running event loop"
+        )
+
     def _drive(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             asyncio.get_running_loop()

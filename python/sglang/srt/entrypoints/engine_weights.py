@@ -5,7 +5,7 @@ Owns nothing; `Engine` inherits it. The work is the tokenizer manager's. Any thr
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sglang.srt import utils
@@ -31,12 +31,23 @@ T = TypeVar("T")
 
 
 class EngineWeights:
-    """See the module docstring. Updates return (success, message) and do not raise."""
+    """See the module docstring.
+
+    Updates return (success, message); they raise RequestError only where no answer came: the engine
+    is gone or too slow; and RuntimeError where they would wait for their own caller.
+    """
 
     server_args: ServerArgs
     tokenizer_manager: TokenizerManager
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        raise NotImplementedError
+
+    def _run_alone(self, work: Coroutine[Any, Any, T]) -> T:
+        """`_run` what waits for the requests in flight.
+
+        Raises RuntimeError where these would wait for the call in turn.
+        """
         raise NotImplementedError
 
     def init_weights_update_group(
@@ -91,7 +102,7 @@ class EngineWeights:
             flush_cache=flush_cache,
             load_format=load_format,
         )
-        return self._run(self.tokenizer_manager.weights.from_distributed(request))
+        return self._run_alone(self.tokenizer_manager.weights.from_distributed(request))
 
     def update_weights_from_tensor(
         self,
@@ -112,14 +123,14 @@ class EngineWeights:
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=load_format, flush_cache=flush_cache
         )
-        return self._run(self.tokenizer_manager.weights.from_tensor(request))
+        return self._run_alone(self.tokenizer_manager.weights.from_tensor(request))
 
     def update_weights_from_disk(
         self, model_path: str, load_format: str | None = None
     ) -> tuple[bool, str, int]:
         """Load a checkpoint; the third member counts paused requests and is 0."""
         request = UpdateWeightFromDiskReqInput(model_path=model_path, load_format=load_format)
-        return self._run(self.tokenizer_manager.update_weights_from_disk(request))
+        return self._run_alone(self.tokenizer_manager.update_weights_from_disk(request))
 
     def update_weights_from_ipc(
         self, zmq_handles: Mapping[str, str], flush_cache: bool = True
@@ -128,7 +139,7 @@ class EngineWeights:
         request = UpdateWeightsFromIPCReqInput(
             zmq_handles=dict(zmq_handles), flush_cache=flush_cache
         )
-        return self._run(self.tokenizer_manager.weights.from_ipc(request))
+        return self._run_alone(self.tokenizer_manager.weights.from_ipc(request))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """First rows of a tensor as nested lists. Raises RequestError for an unknown name."""
@@ -146,16 +157,16 @@ class EngineWeights:
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Give memory back until it is resumed. Raises RuntimeError where that cannot be done."""
         request = ReleaseMemoryOccupationReqInput(tags=None if tags is None else list(tags))
-        self._run(_as_runtime_error(self.tokenizer_manager.weights.release_memory(request)))
+        self._run_alone(_as_runtime_error(self.tokenizer_manager.weights.release_memory, request))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again. Raises RuntimeError where that cannot be done."""
         request = ResumeMemoryOccupationReqInput(tags=None if tags is None else list(tags))
-        self._run(_as_runtime_error(self.tokenizer_manager.weights.resume_memory(request)))
+        self._run_alone(_as_runtime_error(self.tokenizer_manager.weights.resume_memory, request))
 
 
-async def _as_runtime_error(work: Coroutine[Any, Any, None]) -> None:
+async def _as_runtime_error(call: Callable[[T], Coroutine[Any, Any, None]], request: T) -> None:
     try:
-        await work
+        await call(request)
     except RequestError as error:
         raise RuntimeError(error.message) from error

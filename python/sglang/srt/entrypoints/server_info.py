@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from typing import Any
@@ -17,6 +18,9 @@ from sglang.version import __version__
 _SECRET_FIELDS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 _SECRET_FLAGS = tuple("--" + name.replace("_", "-") for name in _SECRET_FIELDS)
 _HIDDEN = "***"
+# Of stores behind the cache: whose URLs say as whom to ask.
+_FIELDS_WITH_URLS = ("hicache_storage_backend_extra_config",)
+_URL_USER = re.compile(r"(?<=://)[^/?#\s\"]*@")
 
 
 def get_model_info(manager: TokenizerManager) -> dict[str, Any]:
@@ -107,7 +111,15 @@ def _public_args(manager: TokenizerManager) -> dict[str, Any]:
 
 def _hide(values: dict[str, Any]) -> dict[str, Any]:
     hidden = {name: _HIDDEN for name in _SECRET_FIELDS if values.get(name) is not None}
+    for name in _FIELDS_WITH_URLS:
+        if isinstance(text := values.get(name), str):
+            hidden[name] = _without_users(text)
     return {**values, **hidden}
+
+
+def _without_users(text: str) -> str:
+    """The text, users and passwords in its URLs hidden."""
+    return _URL_USER.sub(f"{_HIDDEN}@", text)
 
 
 def _launch_command() -> str:
@@ -121,5 +133,5 @@ def _launch_command() -> str:
         elif flag in _SECRET_FLAGS:
             hide_next = not equals
             word = f"{flag}={_HIDDEN}" if equals else word
-        words.append(word)
+        words.append(_without_users(word))
     return shlex.join(words)

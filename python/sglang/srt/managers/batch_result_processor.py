@@ -3,7 +3,7 @@
 Appends tokens, judges ends, gathers logprobs, hands KV to the prefix cache and releases what a
 finished request held. The same code for prefill and decode, for one token a step and for several:
 a step yields a list of accepted tokens per request. Does not decide what runs next.
-Scheduler thread only; every rank does the same.
+Scheduler thread only; every rank does the same, and ranks talk only of what a clock decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.finish_check import (
     DecodeTail,
     FinishAbort,
+    FinishResult,
     StepVerdicts,
+    agreed_result,
     check_finish,
     is_nan_stop,
 )
@@ -27,6 +29,7 @@ from sglang.srt.managers.schedule_batch import Req, ReqStatus, ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, ResolvedTokens
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.storage_control import MinReduce
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_counters import SpecCounters
 
@@ -43,17 +46,23 @@ class BatchResultProcessor:
         req_to_token_pool: ReqToTokenPool,
         streamer: OutputStreamer,
         decode_tail: DecodeTail | None,
+        min_reduce: MinReduce | None = None,
     ) -> None:
+        """`min_reduce`: element-wise MIN over the ranks; None for one rank."""
         self.tree_cache = tree_cache
         self.req_to_token_pool = req_to_token_pool
         self.streamer = streamer
         self.decode_tail = decode_tail
+        self._min_reduce = min_reduce
         self.num_generated_tokens = 0
         self.num_released = 0  # requests that ended, ever
         self.spec_total: SpecCounters | None = None  # since the last cache flush
 
     def process(self, batch: ScheduleBatch, result: GenerationBatchResult, now: float) -> None:
-        """Apply one step. Waits for the step's copies to the host."""
+        """Apply one step. Waits for the step's copies to the host.
+
+        Collective over the TP ranks where a request of the step has a stop regex.
+        """
         tokens = result.resolve()
         logprobs = None
         if batch.traits.wants_logprobs:
@@ -179,11 +188,23 @@ class BatchResultProcessor:
         nan = 0 if tokens.nan_rows is not None and tokens.nan_rows[index] else None
         verdicts = self._verdicts(req, new_ids, nan)
         result = check_finish(req, len(new_ids), self.decode_tail, verdicts)
+        if self._min_reduce is not None and req.sampling_params.stop_regex_strs:
+            result = self._agree(result, self._min_reduce)
         dropped = len(new_ids) - result.num_kept
         if dropped:
             del req.output_ids[-dropped:]
         req.finish_reason = result.reason
         return result.num_kept
+
+    @staticmethod
+    def _agree(result: FinishResult, min_reduce: MinReduce) -> FinishResult:
+        """A search that took too long on one rank ends the request on all. Collective.
+
+        A rank that went on alone would wait in its next step for the others.
+        """
+        is_abort = isinstance(result.reason, FinishAbort)
+        no_abort, num_kept = min_reduce([int(not is_abort), result.num_kept])
+        return agreed_result(result, is_abort=not no_abort, num_kept=num_kept)
 
     @staticmethod
     def _verdicts(req: Req, new_ids: list[int], nan: int | None) -> StepVerdicts:

@@ -13,6 +13,7 @@ that over the length, that over the end of the grammar. Tokens after that positi
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ NAN_MATCHED = "NaN happened"
 # Tokens decoded beyond the longest match, so that a match is never at the very start of the
 # decoded text, where some tokenizers strip a space or lack the first bytes of a character.
 TAIL_MARGIN = 4
-# A search of at most a few KB of text takes microseconds unless the pattern explodes.
+# A search of at most a few KB of text takes microseconds unless the pattern explodes. Of all
+# patterns and new tokens of a request together: nothing else runs meanwhile.
 REGEX_TIMEOUT_S = 0.05
+# What a search gets that begins when the time is up; the engine takes no timeout of 0.
+_LEAST_TIMEOUT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +124,31 @@ def is_nan_stop(reason: FinishReason | None) -> bool:
     return isinstance(reason, FinishStop) and reason.matched == NAN_MATCHED
 
 
+def agreed_result(result: FinishResult, *, is_abort: bool, num_kept: int) -> FinishResult:
+    """One rank's result once all ranks have told whether theirs is an abort, and what they keep.
+
+    `is_abort`: of some rank; `num_kept`: the fewest tokens of all. Up to the first search that
+    takes too long somewhere, all have come to the same.
+    """
+    if not is_abort:
+        return result
+    reason = result.reason if isinstance(result.reason, FinishAbort) else _too_slow("A stop_regex")
+    return FinishResult(reason, num_kept)
+
+
+def _too_slow(what: str) -> FinishAbort:
+    return FinishAbort(f"{what} takes too long to match.", 400, "BadRequestError")
+
+
 def check_finish(
     view: FinishView,
     num_new: int,
     decode_tail: DecodeTail | None,
     verdicts: StepVerdicts = NO_VERDICTS,
 ) -> FinishResult:
-    """Judge the last `num_new` of the view's output tokens. Pure.
+    """Judge the last `num_new` of the view's output tokens.
+
+    Pure but for the time that a search of a stop regex takes, which ranks must agree on.
 
     `decode_tail` None (no tokenizer in the server): stop strings and regexes cannot match.
     `num_new` 0 is legal: only an abort, or a budget that was used up before, can end the request.
@@ -176,6 +198,7 @@ class _TextWatcher:
         self._must_be_new = params.min_new_tokens > 0
         self._num_new = num_new
         self._decode: DecodeTail | None = None
+        self._searched_s = 0.0  # for patterns, in all
         if decode_tail is None or not (self._strs or self._patterns):
             return
         # The window reaches back over the longest match that may end with the first new token.
@@ -213,18 +236,21 @@ class _TextWatcher:
         # Part of a character is not what a pattern means.
         text = text.rstrip("\ufffd")
         for pattern in self._patterns:
-            start = self._first_start(pattern)
+            started = time.monotonic()
             try:
-                for match in compile_stop_regex(pattern).finditer(
-                    text, start, timeout=REGEX_TIMEOUT_S
-                ):
-                    if match.end() > num_old or not self._must_be_new:
-                        return FinishStop(pattern)
+                if self._matches(pattern, text, num_old):
+                    return FinishStop(pattern)
             except TimeoutError:
-                return FinishAbort(
-                    f"stop_regex {pattern!r} takes too long to match.", 400, "BadRequestError"
-                )
+                return _too_slow(f"stop_regex {pattern!r}")
+            self._searched_s += time.monotonic() - started
         return None
+
+    def _matches(self, pattern: str, text: str, num_old: int) -> bool:
+        """Whether the pattern matches what is news. Raises TimeoutError."""
+        rest_s = max(REGEX_TIMEOUT_S - self._searched_s, _LEAST_TIMEOUT_S)
+        start = self._first_start(pattern)
+        found = compile_stop_regex(pattern).finditer(text, start, timeout=rest_s)
+        return any(match.end() > num_old or not self._must_be_new for match in found)
 
     def _first_start(self, pattern: str) -> int:
         """Where matches may begin: not at the cut, which is no beginning of the output.

@@ -27,12 +27,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.mem_cache.backend_opening import BackendOpening
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.hicache_records import PREFETCH_POLICIES, WRITE_POLICIES
 from sglang.srt.utils.attempt import AttemptState
 
 logger = logging.getLogger(__name__)
 
-_PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
-_WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 # How long a backend that is ready waits for an idle moment.
 _IDLE_WAIT_S = 30.0
 # How long calls of a backend that is detached may take: with the scheduler waiting, and in all.
@@ -186,8 +185,8 @@ class HiCacheControl:
     def _refusal(self, recv: AttachHiCacheStorageReqInput) -> str | None:
         config = self._configuration(recv)
         policies = (
-            ("hicache_storage_prefetch_policy", _PREFETCH_POLICIES),
-            ("hicache_write_policy", _WRITE_POLICIES),
+            ("hicache_storage_prefetch_policy", PREFETCH_POLICIES),
+            ("hicache_write_policy", WRITE_POLICIES),
         )
         for name, known in policies:
             if config[name] not in known:

@@ -11,14 +11,11 @@ import time
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.tree_components.base import InvariantError
 
 # The walk over a large tree takes part of a second, for which the next request waits.
 _WALK_SHARE = 0.01  # of the time, at most
 _SHORT_WALK_S = 0.001  # nobody notices
-
-
-class InvariantError(RuntimeError):
-    """A pool equation does not hold."""
 
 
 class InvariantChecker:

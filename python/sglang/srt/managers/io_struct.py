@@ -161,7 +161,6 @@ class DecodeParams:
     """What the detokenizer must know of a request; sent with its first output message."""
 
     skip_special_tokens: bool
-    spaces_between_special_tokens: bool
     no_stop_trim: bool
     stop_strs: list[str]  # text that could still become one of these is held back
     skip_tokenizer: bool = False
@@ -306,7 +305,7 @@ class ProfileReqInput(ControlReqInput):
     start_step: int | None = None
     num_steps: int | None = None
     activities: list[str] | None = None
-    profile_by_stage: bool = False
+    profile_by_stage: bool = False  # without effect, as `merge_profiles` and `profile_stages`
     with_stack: bool | None = None
     record_shapes: bool | None = None
     profile_id: str | None = None

@@ -92,19 +92,35 @@ class RequestLogger:
 
     def _write(self, event: str, record: dict[str, Any]) -> None:
         if self.log_format == "json":
-            logger.info("%s", orjson.dumps({"event": f"request.{event}", **record}).decode())
+            line = _to_json({"event": f"request.{event}", **record})
+            if line is not None:
+                logger.info("%s", line.decode())
         else:
             logger.info("Request %s: %s", event, record)
 
     def _dump(self, obj: GenerateReqInput, answers: list[dict[str, Any]]) -> None:
         assert self.dump_folder is not None
-        record = {"request": dataclasses.asdict(obj), "answers": answers}
+        line = _to_json({"request": dataclasses.asdict(obj), "answers": answers})
+        if line is None:
+            return
         try:
             with (self.dump_folder / "requests.jsonl").open("ab") as file:
-                file.write(orjson.dumps(record, default=str) + b"\n")
+                file.write(line + b"\n")
         except OSError as exc:
             logger.error("Stopped dumping requests to %s: %s", self.dump_folder, exc)
             self.dump_folder = None
+
+
+def _to_json(record: dict[str, Any]) -> bytes | None:
+    """One line; None, and an error in the log, for what JSON cannot hold in any form.
+
+    A caller in this process may send objects that no HTTP client can: they are written as text.
+    """
+    try:
+        return orjson.dumps(record, default=str, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError as exc:
+        logger.error("A request cannot be logged as JSON: %s", exc)
+        return None
 
 
 def _make_folder(path: str) -> Path | None:

@@ -234,7 +234,6 @@ class Req:
         self.news = StreamState(
             decode=DecodeParams(
                 skip_special_tokens=recv.sampling_params.skip_special_tokens,
-                spaces_between_special_tokens=recv.sampling_params.spaces_between_special_tokens,
                 no_stop_trim=recv.sampling_params.no_stop_trim,
                 stop_strs=list(recv.sampling_params.stop_strs),
                 skip_tokenizer=recv.skip_tokenizer,

@@ -50,6 +50,7 @@ from sglang.srt.mem_cache.host_pool_sizing import HostPoolLimits
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
 from sglang.srt.mem_cache.state_snapshots import StateSnapshots
 from sglang.srt.mem_cache.storage.backend_factory import check_storage_options
+from sglang.srt.mem_cache.storage_control import group_min_reduce
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.memory_saver import MemorySaver
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig, kv_bytes_per_token
@@ -296,15 +297,17 @@ def build_scheduler(setup: RankSetup) -> Scheduler:
     tree_cache = _make_tree_cache(setup, hicache, weight_updater.kv_fingerprint(), count)
     channels = _open_channels(setup)
     streamer = OutputStreamer(channels.send_output, dp_rank=setup.dp_rank)
+    cpu_group = get_tp_group().cpu_group
     results = BatchResultProcessor(
         tree_cache=tree_cache,
         req_to_token_pool=rows,
         streamer=streamer,
         decode_tail=_make_decode_tail(server_args),
+        min_reduce=group_min_reduce(cpu_group) if cpu_group is not None else None,
     )
     new_token_ratio = NewTokenRatio(server_args.schedule_conservativeness)
     parts = SchedulerParts(
-        receiver=RequestReceiver(channels.receiver, get_tp_group().cpu_group, wakeup),
+        receiver=RequestReceiver(channels.receiver, cpu_group, wakeup),
         worker=setup.worker,
         draft_worker=setup.draft_worker,
         tree_cache=tree_cache,

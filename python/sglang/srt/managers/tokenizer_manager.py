@@ -68,7 +68,7 @@ from sglang.srt.managers.tokenizer_prompts import PromptPreparer
 from sglang.srt.managers.tokenizer_weights import TokenizerWeights, WeightResult, WeightState
 from sglang.srt.observability.metrics import TokenizerMetrics
 from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils.async_lock import RWLock
+from sglang.srt.utils.async_lock import Mutex, RWLock, Waiters
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +117,14 @@ class TokenizerManager:
         self.dead_message: str | None = None  # why the engine can no longer answer
         self.rid_to_state: dict[str, ReqState] = {}
         self.is_pause = False
-        self.is_pause_cond = asyncio.Condition()
+        self._pause_mutex = Mutex()  # of those who pause, continue, or update meanwhile
+        self._hold_changed = Waiters()  # requests that are held here
         self._pause_mode: str | None = None
         self._num_pauses = 0  # that were asked for
         self._pause_timer: asyncio.TimerHandle | None = None
         self.model_update_lock = RWLock()
         self.last_receive_time = time.monotonic()
-        self._received = asyncio.Event()  # replaced at each message: "anything since now"
+        self._received = Waiters()  # for any message of the engine, or its death
         self.request_logger = RequestLogger(
             server_args.log_requests,
             server_args.log_requests_level,
@@ -146,7 +147,7 @@ class TokenizerManager:
             ),
             dp_size=self._dispatcher.dp_size,
             guard=self.weight_update_guard,
-            on_memory_change=lambda: self._spawn(self._notify_held()),
+            on_memory_change=self._hold_changed.wake_all,
         )
         self._handle_loops: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self.event_loop: asyncio.AbstractEventLoop | None = None  # the one that it runs on
@@ -321,9 +322,8 @@ class TokenizerManager:
         """Return when generation may go on, or when all of `states` were aborted meanwhile."""
         while self.is_holding and not all(state.is_finished for state in states):
             try:
-                async with asyncio.timeout(DISCONNECT_POLL_S), self.is_pause_cond:
-                    if self.is_holding:
-                        await self.is_pause_cond.wait()
+                async with asyncio.timeout(DISCONNECT_POLL_S):
+                    await self._hold_changed.wait()
             except TimeoutError:
                 await watch.check()
         self._check_alive()
@@ -443,6 +443,16 @@ class TokenizerManager:
             # One a loop, and kept: one that is dropped takes the channel from its successor.
             self._handle_loops = open_loops | {loop: loop.create_task(self._handle_messages())}
 
+    def would_wait_for_itself(self) -> bool:
+        """Whether an update made now, while only the caller's thread runs loops, would never end.
+
+        It waits for client requests whose tasks no running loop goes on with.
+        """
+        own = asyncio._get_running_loop()
+        runs_elsewhere = any(loop.is_running() and loop is not own for loop in self._handle_loops)
+        in_flight = self.model_update_lock.num_readers
+        return in_flight > 0 and not self.is_holding and not runs_elsewhere
+
     async def _handle_messages(self) -> None:
         try:
             while True:
@@ -486,11 +496,7 @@ class TokenizerManager:
 
     def _note_received(self) -> None:
         self.last_receive_time = time.monotonic()
-        self._wake_watchers()
-
-    def _wake_watchers(self) -> None:
-        event, self._received = self._received, asyncio.Event()
-        event.set()
+        self._received.wake_all()
 
     async def wait_received(self, timeout_s: float) -> bool:
         """Whether any message of the engine arrived within `timeout_s` from now.
@@ -520,14 +526,9 @@ class TokenizerManager:
         for state in list(self.rid_to_state.values()):
             state.finish(reason, time.time())
         self.control.fail_all(message)
-        self._wake_watchers()
-        self._spawn(self._wake_held())
-
-    async def _wake_held(self) -> None:
-        """Let requests that are held by a pause see that the engine is gone."""
-        async with self.is_pause_cond:
-            self.is_pause = False
-            self.is_pause_cond.notify_all()
+        self._received.wake_all()
+        self.is_pause = False
+        self._hold_changed.wake_all()
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -576,11 +577,7 @@ class TokenizerManager:
         message = abort_message or "Abort in waiting queue"
         state.finish({**_ABORTED, "message": message}, time.time())
         # Its handler may be held by a pause: let it look.
-        self._spawn(self._notify_held())
-
-    async def _notify_held(self) -> None:
-        async with self.is_pause_cond:
-            self.is_pause_cond.notify_all()
+        self._hold_changed.wake_all()
 
     async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
         """Stop generating; new requests are held. Raises RequestError on an unknown mode.
@@ -592,7 +589,7 @@ class TokenizerManager:
             raise RequestError(f"mode must be one of {', '.join(_PAUSE_MODES)}, got {obj.mode!r}.")
         self.auto_create_handle_loop()
         self._check_alive()
-        async with self.is_pause_cond:
+        async with self._pause_mutex:
             self.is_pause = True
             self._num_pauses += 1
             self._arm_pause_timer()
@@ -636,7 +633,7 @@ class TokenizerManager:
 
     async def continue_generation(self, obj: ContinueGenerationReqInput) -> None:
         """End a pause and let held requests go. Harmless when not paused."""
-        async with self.is_pause_cond:
+        async with self._pause_mutex:
             ended = self._num_pauses
 
             def end_pause(replies: list[ContinueGenerationReqOutput]) -> None:
@@ -645,7 +642,7 @@ class TokenizerManager:
                     self._cancel_pause_timer()
                     self.is_pause = False
                     self._pause_mode = None
-                    self._spawn(self._notify_held())
+                    self._hold_changed.wake_all()
 
             await self.control.resume(obj.torch_empty_cache, end_pause)
 
@@ -658,7 +655,7 @@ class TokenizerManager:
         """
         if abort_all_requests:
             self.abort_request(abort_all=True)
-        async with self.is_pause_cond:
+        async with self._pause_mutex:
             if self.is_holding:
                 yield
                 return

@@ -105,11 +105,15 @@ class WaitingQueue:
         req.max_new_tokens = max(0, min(req.max_new_tokens, room))
 
     def _victim(self, req: Req) -> Req:
-        """Who leaves when the queue is full: the newcomer, or a waiting one of lower priority."""
+        """Who leaves when the queue is full: the newcomer, or a waiting one of lower priority.
+
+        Not what has output: see `expire`.
+        """
         if not self._limits.enable_priority:
             return req
+        unread = [waiting for waiting in reversed(self._reqs) if not waiting.output_ids]
         # Of equals the one that came last.
-        lowest = min(reversed(self._reqs), key=lambda r: r.priority or 0, default=req)
+        lowest = min(unread, key=lambda r: r.priority or 0, default=req)
         return lowest if (lowest.priority or 0) < (req.priority or 0) else req
 
     def _prefetch(self, req: Req) -> None:

@@ -12,7 +12,6 @@ on every rank and a freed slot stays untouched as long as possible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -30,15 +29,6 @@ class DevicePool(Protocol):
     def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorState:
-    """A point to go back to; valid until the next free."""
-
-    head: int
-    num_free_pages: int
-    num_frees: int
 
 
 def _as_int_array(values: IntVector) -> np.ndarray:
@@ -74,7 +64,6 @@ class BaseTokenToKVPoolAllocator:
         self._stamp = np.zeros(self.num_pages + 1, dtype=np.int64)  # scratch of _first_of_each
         self._head = 0
         self._num_free_pages = 0
-        self._num_frees = 0
         self._free_group: list[torch.Tensor] | None = None
         self.clear()
 
@@ -84,7 +73,6 @@ class BaseTokenToKVPoolAllocator:
         self._is_free[:] = True  # page 0 too: freeing it is an error
         self._head = 0
         self._num_free_pages = self.num_pages
-        self._num_frees += 1  # states from before the clear are void
         self._free_group = None
 
     def get_kvcache(self) -> DevicePool | None:
@@ -159,21 +147,6 @@ class BaseTokenToKVPoolAllocator:
         if group:
             self._free_now(torch.cat(group).numpy())
 
-    def backup_state(self) -> AllocatorState:
-        """Remember the free list, to undo the allocations that follow."""
-        return AllocatorState(
-            head=self._head, num_free_pages=self._num_free_pages, num_frees=self._num_frees
-        )
-
-    def restore_state(self, state: AllocatorState) -> None:
-        """Undo every allocation since ``state``. Raises RuntimeError after a free in between."""
-        taken = state.num_free_pages - self._num_free_pages
-        if state.num_frees != self._num_frees or taken < 0 or self._free_group:
-            raise RuntimeError("slots were freed since the state was taken: it cannot come back")
-        self._is_free[self._ring_slice(state.head, taken)] = True
-        self._head = state.head
-        self._num_free_pages = state.num_free_pages
-
     def is_free(self, indices: torch.Tensor) -> torch.Tensor:
         """Return bool [n]: which slots are on the free list (the reserved page counts as free)."""
         return torch.from_numpy(self._is_free[indices.numpy() // self.page_size])
@@ -215,7 +188,6 @@ class BaseTokenToKVPoolAllocator:
         self._ring[: len(pages) - split] = pages[split:]
         self._is_free[pages] = True
         self._num_free_pages += len(pages)
-        self._num_frees += 1
 
     def _first_of_each(self, pages: np.ndarray) -> np.ndarray:
         """Return bool [n]: True at the first occurrence of each page, in O(n) without sorting."""

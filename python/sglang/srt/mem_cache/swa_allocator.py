@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.allocator import (
-    AllocatorState,
     BaseTokenToKVPoolAllocator,
     PagedTokenToKVPoolAllocator,
 )
@@ -106,13 +105,6 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         pages = self._bound_pages(from_slots)
         self._bind(pages, np.zeros_like(pages))
         self.bind_swa(to_slots, rows)
-
-    def restore_state(self, state: AllocatorState) -> None:
-        """See the base class; the rows of what is undone are free again."""
-        count = max(0, state.num_free_pages - self._num_free_pages)
-        taken = self._ring_slice(state.head, count)
-        super().restore_state(state)
-        self._release_rows(taken[self._swa_page[taken] > 0])
 
     # -- pages ------------------------------------------------------------------------------------
 

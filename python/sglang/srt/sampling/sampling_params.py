@@ -55,7 +55,7 @@ class SamplingParams:
     n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # accepted; text is never spaced by its tokens
     no_stop_trim: bool = False
     json_schema: str | None = None
     regex: str | None = None

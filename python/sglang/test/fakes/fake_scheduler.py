@@ -192,7 +192,6 @@ class FakeScheduler:
         if not live.started:
             decode = DecodeParams(
                 skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
                 no_stop_trim=params.no_stop_trim,
                 stop_strs=params.stop_strs,
                 skip_tokenizer=req.skip_tokenizer,

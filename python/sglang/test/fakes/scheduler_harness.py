@@ -34,6 +34,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
+from sglang.srt.mem_cache.storage_control import MinReduce
 from sglang.srt.observability.metrics import SchedulerMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -136,16 +137,19 @@ class SchedulerHarness:
         hicache_control: Callable[[BasePrefixCache], HiCacheControl] | None = None,
         scheduler_class: type[Scheduler] = Scheduler,
         metrics: SchedulerMetrics | None = None,
+        min_reduce: MinReduce | None = None,
         **options: Any,
     ) -> None:
         """`worker`: a real one instead of the fake, with `hicache` tiers behind its pool.
 
-        `options`: fields of `HarnessOptions`.
+        `min_reduce`: over the ranks, where a test has several. `options`: fields of
+        `HarnessOptions`.
         """
         self.options = HarnessOptions(**options)
         self.worker: Any = self.options.make_worker() if worker is None else worker
         self.receiver = _ListReceiver()
         self._metrics = metrics
+        self._min_reduce = min_reduce
         self.num_replays = 0  # of captured steps; the fake worker has none
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.replies: list[ControlReqOutput] = []
@@ -184,6 +188,7 @@ class SchedulerHarness:
             req_to_token_pool=rows,
             streamer=streamer,
             decode_tail=lambda ids: "".join(chr(97 + i % 26) for i in ids),
+            min_reduce=self._min_reduce,
         )
         ratio = NewTokenRatio(options.conservativeness)
         return SchedulerParts(

@@ -211,8 +211,6 @@ def test_threads_of_one_process_share_the_count(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert quota.last_used_bytes == scan_folder(str(tmp_path)).used_bytes <= 20_000
-    assert quota.evict_to(5_000) > 0
-    assert scan_folder(str(tmp_path)).used_bytes <= 5_000
     quota.close()
 
 

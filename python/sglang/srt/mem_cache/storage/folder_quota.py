@@ -230,16 +230,6 @@ class FolderQuota:
             raise failure
         return num_removed
 
-    def evict_to(self, max_bytes: int) -> int:
-        """Delete the least recently used pages until ``max_bytes`` are left; return how many.
-
-        Goes on past pages that cannot be deleted.
-        """
-        with self._locked():
-            before = self.num_evicted
-            self._evict(self._rescan(), max_bytes)
-            return self.num_evicted - before
-
     def close(self) -> None:
         """Give the lock file back; idempotent."""
         with self._thread_lock:

@@ -1,7 +1,7 @@
 """One page in one file: its name, its header, reading it back verified and writing it.
 
 Owns the byte format and the names. Does not decide what is written, kept or removed
-(``file_backend``'s caller and ``folder_quota.py``). Pure functions over files: any thread.
+(``HiCacheFile`` and ``folder_quota.py``). Pure functions over files: any thread.
 
 Layout of a file, little endian::
 
