@@ -379,7 +379,7 @@ class UpdateWeightFromDiskReqInput(WeightUpdateReqInput):
     """A complete checkpoint on a disk that the schedulers can read."""
 
     model_path: str
-    load_format: str | None = None  # None: as the flag says
+    load_format: str | None = None  # None: "auto", whatever the server was started with
     # Accepted for clients that send them; weights are written in place, so graphs stay valid.
     is_async: bool = False
     keep_pause: bool = False

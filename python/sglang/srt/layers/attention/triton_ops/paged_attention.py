@@ -242,14 +242,7 @@ def _launch(
         "PDL": config.early,
     }
     early = {"launch_pdl": True} if config.early else {}
-    new = inputs.new
-    new_keys, new_values, cos_sin = (queries, queries, partial_lse)
-    positions = slots = inputs.seq_lens
-    if inputs.positions is not None:
-        positions = inputs.positions
-    if new is not None:
-        new_keys, new_values, cos_sin = new.keys, new.values, new.cos_sin
-        positions, slots = new.positions, new.slots
+    new = inputs.new or _no_new_tokens(inputs, partial_lse)
     merge = _merge_sizes(inputs, config, block_d)
     one_loop = config.one_loop and equal_lens > 0
     paged_attention_kernel[(num_kv_heads, num_items)](
@@ -266,11 +259,11 @@ def _launch(
         partial_out,
         partial_lse,
         workspace.arrivals,
-        new_keys,
-        new_values,
-        positions,
-        cos_sin,
-        slots,
+        new.keys,
+        new.values,
+        new.positions,
+        new.cos_sin,
+        new.slots,
         batch_size,
         config.share_target,
         min_share,
@@ -280,12 +273,12 @@ def _launch(
         out.stride(0),
         keys.stride(0),
         values.stride(0),
-        new_keys.stride(0),
-        new_values.stride(0),
-        cos_sin.stride(0),
+        new.keys.stride(0),
+        new.values.stride(0),
+        new.cos_sin.stride(0),
         inputs.scaling * math.log2(math.e),
-        HALF=0 if new is None else cos_sin.shape[1] // 2,
-        NEW_BLOCK=1 if new is None else triton.next_power_of_2(equal_lens),
+        HALF=0 if inputs.new is None else new.cos_sin.shape[1] // 2,
+        NEW_BLOCK=1 if inputs.new is None else triton.next_power_of_2(equal_lens),
         BLOCK_N=config.block_n,
         TREE=tree_mask is not None,
         MAPPED=inputs.slot_map is not None,
@@ -318,6 +311,17 @@ def _launch(
         num_warps=4,
         **early,
         **sizes,
+    )
+
+
+def _no_new_tokens(inputs: PagedAttentionInputs, any_floats: torch.Tensor) -> NewTokens:
+    """Arguments in the place of new tokens: only `positions` are read, where there are some."""
+    return NewTokens(
+        keys=inputs.queries,
+        values=inputs.queries,
+        positions=inputs.seq_lens if inputs.positions is None else inputs.positions,
+        cos_sin=any_floats,
+        slots=inputs.seq_lens,
     )
 
 
