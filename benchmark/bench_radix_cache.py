@@ -87,7 +87,7 @@ def build_tree(
 ) -> tuple[UnifiedRadixCache, BaseTokenToKVPoolAllocator]:
     """Fill a tree with ``num_nodes`` nodes: families of prompts that share a beginning."""
     size = (sizes.num_nodes + 8 * sizes.repeats * sizes.prompt_len // page_size) * page_size * 2
-    allocator = create_token_to_kv_pool_allocator(size, page_size, torch.float32, "cpu", None)
+    allocator = create_token_to_kv_pool_allocator(size, page_size)
     tree = UnifiedRadixCache(
         CacheInitParams(
             req_to_token_pool=ReqToTokenPool(1, 1, "cpu"),
@@ -170,7 +170,7 @@ def bench_tree(sizes: Sizes, page_size: int) -> tuple[list[Row], int]:
 def bench_allocator(sizes: Sizes, page_size: int) -> list[Row]:
     """Time one decode step's slots for a batch, their free, and a prompt's extend."""
     size = (sizes.batch + sizes.prompt_len) * 4 * page_size
-    allocator = create_token_to_kv_pool_allocator(size, page_size, torch.float32, "cpu", None)
+    allocator = create_token_to_kv_pool_allocator(size, page_size)
     # Each request begins a page: the worst case of a paged decode step.
     seq_lens = [page_size + 1] * sizes.batch
     last_locs = [2 * page_size - 1] * sizes.batch

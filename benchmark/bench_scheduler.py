@@ -44,9 +44,7 @@ class NullRunner:
         self.device = torch.device("cpu")
         slots = num_requests * context_len // page_size * page_size
         self.req_to_token_pool = ReqToTokenPool(num_requests, context_len + 1, "cpu")
-        self.token_to_kv_pool_allocator = create_token_to_kv_pool_allocator(
-            slots, page_size, torch.float32, "cpu", None
-        )
+        self.token_to_kv_pool_allocator = create_token_to_kv_pool_allocator(slots, page_size)
         self.token_to_kv_pool = None
         self.last_token_ids = torch.zeros(num_requests + 1, dtype=torch.int64)
         self.model_config = SimpleNamespace()

@@ -41,9 +41,7 @@ class Rig:
 
         self.forward_stream = torch.cuda.Stream()
         self.kv, self.draft = (self._device_pool(layers) for layers in (LAYERS, DRAFT_LAYERS))
-        self.allocator = create_token_to_kv_pool_allocator(
-            self.kv.size, PAGE, self.kv.dtype, "cpu", self.kv
-        )
+        self.allocator = create_token_to_kv_pool_allocator(self.kv.size, PAGE)
         hosts = [MHATokenToKVPoolHost(pool, PAGES * PAGE, layout) for pool in (self.kv, self.draft)]
         self.group = HostPoolGroup(
             PoolEntry(name=PoolName.KV, host_pool=hosts[0], device_pool=self.kv), io_backend

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 from sglang.srt.managers.finish_check import FinishAbort
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -71,7 +70,7 @@ class Rig:
     ended: list[tuple[str, int | None, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.allocator = create_token_to_kv_pool_allocator(POOL_SIZE, 1, torch.float32, "cpu", None)
+        self.allocator = create_token_to_kv_pool_allocator(POOL_SIZE, 1)
         self.cache = RecordingCache(
             CacheInitParams(
                 req_to_token_pool=ReqToTokenPool(8, 128, "cpu"),

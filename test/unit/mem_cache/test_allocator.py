@@ -16,14 +16,14 @@ from sglang.srt.mem_cache.allocator import (
 
 
 def make(size: int, page_size: int) -> BaseTokenToKVPoolAllocator:
-    return create_token_to_kv_pool_allocator(size, page_size, torch.float32, "cpu", None)
+    return create_token_to_kv_pool_allocator(size, page_size)
 
 
 def test_class_follows_the_page_size() -> None:
     assert type(make(4, 1)) is TokenToKVPoolAllocator
     assert type(make(4, 2)) is PagedTokenToKVPoolAllocator
     with pytest.raises(ValueError, match="Paged"):
-        TokenToKVPoolAllocator(4, 2, torch.float32, "cpu", None)
+        TokenToKVPoolAllocator(4, 2)
     with pytest.raises(ValueError, match="multiple"):
         make(6, 4)
 

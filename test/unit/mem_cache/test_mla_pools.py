@@ -179,9 +179,7 @@ class Rank:
         group = HostPoolGroup(
             PoolEntry(name=PoolName.KV, host_pool=host, device_pool=self.target), "direct"
         )
-        allocator = create_token_to_kv_pool_allocator(
-            SIZE, PAGE, torch.bfloat16, "cpu", self.target
-        )
+        allocator = create_token_to_kv_pool_allocator(SIZE, PAGE)
         self.controller = HiCacheController(
             allocator,
             group,

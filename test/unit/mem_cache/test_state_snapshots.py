@@ -20,7 +20,7 @@ class Row:
 
 @pytest.fixture
 def snapshots() -> StateSnapshots:
-    return StateSnapshots(4, 8, "cpu")
+    return StateSnapshots(4, 8)
 
 
 def test_a_planned_snapshot_is_handed_over_once(snapshots: StateSnapshots) -> None:

@@ -26,9 +26,7 @@ def make(
     size: int = 32, size_swa: int = 16, page_size: int = 1
 ) -> tuple[SWATokenToKVPoolAllocator, SWAKVPool]:
     pool = make_pool(size, size_swa, page_size)
-    allocator = SWATokenToKVPoolAllocator(
-        size, size_swa, page_size, torch.float32, "cpu", pool, WINDOW
-    )
+    allocator = SWATokenToKVPoolAllocator(size, size_swa, page_size, pool, WINDOW)
     return allocator, pool
 
 

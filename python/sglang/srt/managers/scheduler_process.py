@@ -437,7 +437,7 @@ def _make_state_snapshots(server_args: ServerArgs, runner: ModelRunner) -> State
     # Only whole pages are cached, so a state within one is of no use.
     page = runner.config.page_size
     interval = -(-server_args.mamba_track_interval // page) * page
-    return StateSnapshots(runner.num_state_snapshots, interval, runner.device)
+    return StateSnapshots(runner.num_state_snapshots, interval)
 
 
 def _make_hicache(setup: RankSetup, wakeup: Wakeup) -> HiCacheParams | None:

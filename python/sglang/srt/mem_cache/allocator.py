@@ -12,23 +12,11 @@ on every rank and a freed slot stays untouched as long as possible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 IntVector = Sequence[int] | np.ndarray | torch.Tensor
-
-
-class DevicePool(Protocol):
-    """What an allocator knows of the buffers it hands slots out of."""
-
-    size: int
-    page_size: int
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
 
 
 def _as_int_array(values: IntVector) -> np.ndarray:
@@ -43,21 +31,11 @@ class BaseTokenToKVPoolAllocator:
     Mutated by the scheduler thread only.
     """
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kvcache: DevicePool | None,
-    ) -> None:
+    def __init__(self, size: int, page_size: int) -> None:
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(f"size {size} is not a positive multiple of page size {page_size}")
         self.size = size
         self.page_size = page_size
-        self.dtype = dtype
-        self.device = device
-        self._kvcache = kvcache
         self.num_pages = size // page_size
         self._ring = np.empty(self.num_pages, dtype=np.int64)  # page numbers, oldest free first
         self._is_free = np.empty(self.num_pages + 1, dtype=np.bool_)
@@ -74,10 +52,6 @@ class BaseTokenToKVPoolAllocator:
         self._head = 0
         self._num_free_pages = self.num_pages
         self._free_group = None
-
-    def get_kvcache(self) -> DevicePool | None:
-        """Return the buffers whose rows are handed out."""
-        return self._kvcache
 
     def available_size(self) -> int:
         """Return the number of free slots (whole pages)."""
@@ -200,17 +174,10 @@ class BaseTokenToKVPoolAllocator:
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """Page size 1: every slot on its own."""
 
-    def __init__(
-        self,
-        size: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        kvcache: DevicePool | None,
-    ) -> None:
+    def __init__(self, size: int, page_size: int) -> None:
         if page_size != 1:
             raise ValueError(f"page size {page_size} needs PagedTokenToKVPoolAllocator")
-        super().__init__(size, page_size, dtype, device, kvcache)
+        super().__init__(size, page_size)
 
     def alloc_extend(
         self, prefix_lens: IntVector, seq_lens: IntVector, last_locs: IntVector
@@ -290,13 +257,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return in_page
 
 
-def create_token_to_kv_pool_allocator(
-    size: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kvcache: DevicePool | None,
-) -> BaseTokenToKVPoolAllocator:
+def create_token_to_kv_pool_allocator(size: int, page_size: int) -> BaseTokenToKVPoolAllocator:
     """Return the allocator for this page size."""
     cls = TokenToKVPoolAllocator if page_size == 1 else PagedTokenToKVPoolAllocator
-    return cls(size, page_size, dtype, device, kvcache)
+    return cls(size, page_size)

@@ -68,12 +68,12 @@ class _HasRow(Protocol):
 class StateSnapshots:
     """The allocator of snapshot slots, and those that were planned and not yet taken over."""
 
-    def __init__(self, num_slots: int, track_interval: int, device: torch.device | str) -> None:
+    def __init__(self, num_slots: int, track_interval: int) -> None:
         """`track_interval`: tokens between two snapshots of a request's output."""
         if track_interval < 1:
             raise ValueError(f"the track interval must be positive, got {track_interval}")
         self.track_interval = track_interval
-        self.allocator = BaseTokenToKVPoolAllocator(num_slots, 1, torch.int64, device, None)
+        self.allocator = BaseTokenToKVPoolAllocator(num_slots, 1)
         # Row -> position -> slot.
         self._pending: dict[int, dict[int, int]] = {}
         # Row -> position of the pending snapshot of its output.

@@ -32,18 +32,16 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         size: int,
         size_swa: int,
         page_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
         kvcache: SWAKVPool | None,
         window: int,
     ) -> None:
         """``kvcache`` None: only the numbers are kept (tests)."""
         self.window = window
-        self.swa_allocator = PagedTokenToKVPoolAllocator(size_swa, page_size, dtype, device, None)
+        self.swa_allocator = PagedTokenToKVPoolAllocator(size_swa, page_size)
         # Window page of each page; 0: none.
         self._swa_page = np.zeros(size // page_size + 1, dtype=np.int64)
         self._map = None if kvcache is None else kvcache.full_to_swa
-        super().__init__(size, page_size, dtype, device, kvcache)
+        super().__init__(size, page_size)
 
     @property
     def release_stride(self) -> int:

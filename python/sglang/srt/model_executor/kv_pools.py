@@ -150,15 +150,11 @@ def _make_attention_pool(
 def make_slot_allocator(pool: KVCache) -> BaseTokenToKVPoolAllocator:
     """The owner of a pool's slots, and of its window rows where it has some."""
     if not isinstance(pool, SWAKVPool):
-        return create_token_to_kv_pool_allocator(
-            pool.size, pool.page_size, pool.dtype, pool.device, pool
-        )
+        return create_token_to_kv_pool_allocator(pool.size, pool.page_size)
     return SWATokenToKVPoolAllocator(
         pool.size,
         pool.swa_kv_pool.size,
         pool.page_size,
-        pool.dtype,
-        pool.device,
         pool,
         pool.window,
     )

@@ -162,9 +162,7 @@ class ControllerRig:
     ) -> None:
         self.page_size = page_size
         self.kv = FakeKV(device_pages * page_size, page_size, layer_num)
-        self.allocator = create_token_to_kv_pool_allocator(
-            self.kv.size, page_size, torch.int64, "cpu", self.kv
-        )
+        self.allocator = create_token_to_kv_pool_allocator(self.kv.size, page_size)
         self.host = MHATokenToKVPoolHost(self.kv, host_pages * page_size, "page_first")
         self.group = HostPoolGroup(
             PoolEntry(name=PoolName.KV, host_pool=self.host, device_pool=self.kv), "direct"

@@ -156,9 +156,7 @@ class FakeEngine:
     ) -> None:
         self.page_size = page_size
         self.kv = FakeKV(size, page_size)
-        self.allocator = create_token_to_kv_pool_allocator(
-            size, page_size, torch.int64, "cpu", self.kv
-        )
+        self.allocator = create_token_to_kv_pool_allocator(size, page_size)
         self.req_pool = ReqToTokenPool(num_reqs, max_context_len, "cpu")
         self.tree: BasePrefixCache = create_tree_cache(
             CacheInitParams(

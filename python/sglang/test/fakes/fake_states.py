@@ -98,7 +98,7 @@ class TieredStates:
 
     def __init__(self, kv: FakeKV, num_states: int, num_host_states: int) -> None:
         self.pool = FakeStates(num_states)
-        self.allocator = create_token_to_kv_pool_allocator(num_states, 1, torch.int64, "cpu", kv)
+        self.allocator = create_token_to_kv_pool_allocator(num_states, 1)
         self.host = MambaPoolHost(self.pool, num_host_states)
 
     def entry(self) -> PoolEntry:

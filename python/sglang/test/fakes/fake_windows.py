@@ -22,7 +22,7 @@ class FakeWindows:
         self.rows = FakeKV(num_rows, kv.page_size, layer_num=3)
         self.pool = SWAKVPool(kv, self.rows, (0, 2), (1, 3, 4), window)
         self.allocator = SWATokenToKVPoolAllocator(
-            kv.size, num_rows, kv.page_size, torch.int64, "cpu", self.pool, window
+            kv.size, num_rows, kv.page_size, self.pool, window
         )
         self.host = MHATokenToKVPoolHost(self.rows, num_host_rows, "page_first")
 

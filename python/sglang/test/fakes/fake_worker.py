@@ -75,9 +75,7 @@ class FakeModelWorker:
         self, num_slots: int, page_size: int, window: int | None
     ) -> BaseTokenToKVPoolAllocator:
         if window is None:
-            return create_token_to_kv_pool_allocator(
-                num_slots, page_size, torch.float32, "cpu", None
-            )
+            return create_token_to_kv_pool_allocator(num_slots, page_size)
         num_rows = num_window_tokens(
             num_slots,
             ratio=0.0,
@@ -85,9 +83,7 @@ class FakeModelWorker:
             page_size=page_size,
             step_slots=self.step_shape.num_slots,
         )
-        return SWATokenToKVPoolAllocator(
-            num_slots, num_rows, page_size, torch.float32, "cpu", None, window
-        )
+        return SWATokenToKVPoolAllocator(num_slots, num_rows, page_size, None, window)
 
     def get_memory_pool(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
         return self.req_to_token_pool, self.allocator

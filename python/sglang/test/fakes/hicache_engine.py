@@ -130,9 +130,7 @@ class HiCacheEngine(FakeEngine):
     ) -> None:
         self.page_size = page_size
         self.kv = CachedFakeKV(size, page_size)
-        self.allocator = create_token_to_kv_pool_allocator(
-            size, page_size, torch.int64, "cpu", self.kv
-        )
+        self.allocator = create_token_to_kv_pool_allocator(size, page_size)
         self.req_pool = ReqToTokenPool(num_reqs, max_context_len, "cpu")
         self.host = MHATokenToKVPoolHost(self.kv, host_size, "page_first")
         self.store = store or MemoryStore()
