@@ -4,7 +4,8 @@ Schedulers and the detokenizer are child processes as in a server; the tokenizer
 here, on the engine's own asyncio loop (`engine.loop`), which runs only while a call is waited
 for. Synchronous calls are serialised by a lock, so any thread may make them; inside a running
 loop (a notebook) they run the engine's loop on a helper thread. The `async_` calls run on the
-caller's loop.
+caller's loop. One loop at a time reads the answers: no synchronous call may be made while another
+thread's loop has `async_` calls in flight.
 """
 
 from __future__ import annotations
