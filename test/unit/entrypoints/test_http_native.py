@@ -341,7 +341,8 @@ def test_long_step_is_not_death_and_silence_is(http: HttpFront) -> None:
         assert http.get("/health").status_code == 200
     probes = [r for r in http.scheduler.of_type(TokenizedGenerateReqInput) if r.is_health_check]
     assert len(probes) <= 4  # twenty callers shared one
-    assert http.front.manager.rid_to_state == {}
+    # The last caller was answered by a sign of life, which may come before the probe's own answer.
+    wait_for(lambda: not http.front.manager.rid_to_state)
 
 
 def test_model_info(http: HttpFront) -> None:
