@@ -20,7 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -31,7 +30,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from sglang.srt.model_executor.graph_capture import GraphableRunner
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.test.fakes.eager_graphs import use_empty_graphs
+from sglang.test.fakes.eager_graphs import empty_graphs
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 
 PROMPT_LEN = 32
@@ -71,8 +70,7 @@ class CapturedRunner(NullRunner):
     def __init__(self, num_requests: int, context_len: int, page_size: int) -> None:
         super().__init__(num_requests, context_len, page_size)
         self.attn_backend = SimpleNamespace(init_forward_metadata=lambda batch: None)
-        with pytest.MonkeyPatch.context() as patch:
-            use_empty_graphs(patch)
+        with empty_graphs():
             sizes = capture_batch_sizes(num_requests)
             self.graphs = CudaGraphRunner(cast(GraphableRunner, self), sizes, show_progress=False)
 

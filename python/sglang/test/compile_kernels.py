@@ -18,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 import triton
 from tqdm import tqdm
@@ -92,14 +92,13 @@ def compiling() -> Iterator[list[CompiledKernel]]:
         compiled.append(_facts(self.__name__, kernel))
         return kernel
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _NoDriver())
-        patch.setattr(JITFunction, "run", compile_only)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(driver, "_active", _NoDriver()))
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         for name, module in list(sys.modules.items()):
-            if name.startswith("sglang."):
-                for fact, function in _DEVICE_FACTS.items():
-                    if hasattr(module, fact):
-                        patch.setattr(module, fact, function)
+            for fact, function in _DEVICE_FACTS.items():
+                if name.startswith("sglang.") and hasattr(module, fact):
+                    stack.enter_context(mock.patch.object(module, fact, function))
         yield compiled
 
 

@@ -105,3 +105,18 @@ def test_serving_measures_soaks_and_draws(runs: dict[str, Future[Done]]) -> None
     picture = done.folder / PLOT
     if importlib.util.find_spec("matplotlib") is not None:
         assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_no_script_needs_the_test_tools() -> None:
+    """Whoever measures has the server's environment, not that of its tests."""
+    names = [*SMALL_FORMS, *CUDA_ONLY, "sglang.test.compile_kernels"]
+    program = (
+        "import importlib, sys\n"
+        "for tool in ('pytest', 'hypothesis'): sys.modules[tool] = None\n"
+        f"for name in {names}: importlib.import_module(name)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr

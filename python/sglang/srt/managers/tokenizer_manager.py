@@ -448,7 +448,10 @@ class TokenizerManager:
 
         It waits for client requests whose tasks no running loop goes on with.
         """
-        own = asyncio._get_running_loop()
+        try:
+            own = asyncio.get_running_loop()
+        except RuntimeError:
+            own = None
         runs_elsewhere = any(loop.is_running() and loop is not own for loop in self._handle_loops)
         in_flight = self.model_update_lock.num_readers
         return in_flight > 0 and not self.is_holding and not runs_elsewhere

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet
 
-import pytest
 import torch
 
 from sglang.srt.layers.attention.torch_native import TorchNativeBackend
@@ -24,6 +24,9 @@ from sglang.srt.mem_cache.hicache_transfer import LayerDoneCounter
 from sglang.srt.model_executor import cuda_graph_runner, graph_capture, prefill_graph_runner
 from sglang.srt.model_executor.graph_capture import GraphMemory
 from sglang.srt.speculative import spec_graph_runner
+
+if TYPE_CHECKING:  # a benchmark uses this too, which does not need the test tools
+    import pytest
 
 T = TypeVar("T")
 
@@ -46,8 +49,8 @@ class EagerGraph:
 
     def replay(self) -> None:
         self.num_replays += 1
-        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-            patch.setattr(LayerDoneCounter, "wait_until", lambda self, layer_idx: None)
+        no_wait = mock.patch.object(LayerDoneCounter, "wait_until", lambda self, layer_idx: None)
+        with no_wait, torch.inference_mode():
             if self._outputs is not None:  # else it goes on with what another has left
                 for other in self._neighbours:
                     if other is not self:
@@ -85,13 +88,17 @@ class _EmptyGraph:
         return
 
 
-def use_empty_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let decode steps be captured on the CPU, as graphs that cost nothing and compute nothing."""
-    monkeypatch.setattr(
-        cuda_graph_runner, "capture", lambda function, memory: (_EmptyGraph(), function())
-    )
-    monkeypatch.setattr(graph_capture, "capturing", _nothing)
-    monkeypatch.setattr(graph_capture, "products_of", _nothing)
+@contextlib.contextmanager
+def empty_graphs() -> Iterator[None]:
+    """What is captured meanwhile becomes decode graphs that cost nothing and compute nothing."""
+    with (
+        mock.patch.object(
+            cuda_graph_runner, "capture", lambda step, memory: (_EmptyGraph(), step())
+        ),
+        mock.patch.object(graph_capture, "capturing", _nothing),
+        mock.patch.object(graph_capture, "products_of", _nothing),
+    ):
+        yield
 
 
 def _clone(value: Any) -> Any:

@@ -30,6 +30,16 @@ def _partners(feature: tl.tensor, HALF: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _loaded_angles(
+    angles: tl.tensor, has_angle: tl.tensor, is_first: tl.tensor, HALF: tl.constexpr
+) -> tl.tensor:
+    """(cosines, sines signed for the first half of each pair) at `angles`."""
+    cos = tl.load(angles, mask=has_angle, other=1.0)
+    sin = tl.load(angles + HALF, mask=has_angle, other=0.0)
+    return cos, tl.where(is_first, -sin, sin)
+
+
+@triton.jit
 def rotated_heads(
     heads: tl.tensor,
     position: tl.tensor,
@@ -44,9 +54,7 @@ def rotated_heads(
     partner, pair = _partners(feature, HALF)
     angles = cos_sin + position[:, None] * cos_sin_stride + pair[None, :]
     has_angle = live & (feature < 2 * HALF)[None, :]
-    cos = tl.load(angles, mask=has_angle, other=1.0)
-    sin = tl.load(angles + HALF, mask=has_angle, other=0.0)
-    sin = tl.where((feature < HALF)[None, :], -sin, sin)
+    cos, sin = _loaded_angles(angles, has_angle, (feature < HALF)[None, :], HALF)
     first = tl.load(heads[:, None] + feature[None, :], mask=live, other=0.0)
     second = tl.load(heads[:, None] + partner[None, :], mask=live, other=0.0)
     return rotated(first, second, cos, sin)
@@ -64,9 +72,8 @@ def angles_of(
     feature = tl.arange(0, BLOCK_D)
     partner, pair = _partners(feature, HALF)
     angles = cos_sin + tl.load(position_ptr) * cos_sin_stride + pair
-    cos = tl.load(angles, mask=feature < 2 * HALF, other=1.0)
-    sin = tl.load(angles + HALF, mask=feature < 2 * HALF, other=0.0)
-    return partner, cos, tl.where(feature < HALF, -sin, sin)
+    cos, sin = _loaded_angles(angles, feature < 2 * HALF, feature < HALF, HALF)
+    return partner, cos, sin
 
 
 @triton.jit
