@@ -206,9 +206,9 @@ ELEMENTWISE = [
            lambda: OPS.take_rows(torch.empty(4096, 4096, dtype=BF16), _ids(64))),
     Launch("sum of rows", lambda: OPS.add_rows(*torch.empty(3, 64, 4096, dtype=BF16))),
     Launch("token ids to the host", lambda: OPS.send_to_host(_ids(2, 64))),
-    Launch(
-        "a captured step's report", lambda: OPS.write_to_place(_ids(128), _ids(4, 512), _ids(1))
-    ),
+    Launch("a captured step's inputs", lambda: OPS.read_place(_ids(4, 768), _ids(1), _ids(192))),
+    Launch("a captured step's report",
+           lambda: OPS.write_place(_ids(1), _ids(128), _ids(4, 513), _ids(1))),
 ]  # fmt: skip
 
 

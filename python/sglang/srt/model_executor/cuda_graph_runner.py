@@ -8,6 +8,8 @@ thread only; with several ranks capture and `run` are collective.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -48,7 +50,7 @@ def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None)
 
 
 class _StaticInputs:
-    """What captured steps read. A step of size b has 3 * b packed values, as [3, b].
+    """What captured steps work on. A step of size b has 3 * b packed values, as [3, b].
 
     All tensors stay where they are, and so do views of them.
     """
@@ -61,17 +63,16 @@ class _StaticInputs:
         self._steps: dict[tuple[int, int], StagedStep] = {}  # by size and number of requests
 
     def fill(self, step: np.ndarray, size: int) -> None:
-        """Copy a step, int64 [3, b], and neutral requests up to `size`, in stream order."""
+        """Leave a step, int64 [3, b], and neutral requests up to `size`, for the next replay."""
         num_reqs = step.shape[1]
         values = self.exchange.begin(3 * size).reshape(3, size)
         values[:, :num_reqs] = step
         if num_reqs < size:
             values[:, num_reqs:] = self._padding
-        self.exchange.send(3 * size)
 
-    def neutral(self, size: int) -> None:
-        """Make all requests of a size neutral ones."""
-        self.fill(np.empty((3, 0), dtype=np.int64), size)
+    def neutral(self, size: int) -> np.ndarray:
+        """The packed values of neutral requests only."""
+        return np.repeat(self._padding, size, axis=1).reshape(-1)
 
     def of_size(self, size: int, num_reqs: int) -> StagedStep:
         """The first requests of a size."""
@@ -145,6 +146,13 @@ class CudaGraphRunner:
         self.num_steps += 1
         return output
 
+    @contextmanager
+    def bare_replays(self, size: int) -> Iterator[Callable[[], None]]:
+        """The last step again, which was of this size, as often as wanted; to time it alone."""
+        values = self._inputs.exchange.on_device[: 3 * size].cpu().numpy()
+        with self._inputs.exchange.uncounted(values):
+            yield self._graphs[size].graph.replay
+
     # -- capture --------------------------------------------------------------------------------
 
     def _capture_all(self, show_progress: bool) -> None:
@@ -159,13 +167,13 @@ class CudaGraphRunner:
         )
 
     def _capture(self, size: int) -> None:
-        self._inputs.neutral(size)
-        graph, outputs = capture(lambda: self._step(size), self.memory)
+        with self._inputs.exchange.uncounted(self._inputs.neutral(size)):
+            graph, outputs = capture(lambda: self._step(size), self.memory)
         self._graphs[size] = CapturedStep(graph, outputs)
-        self._inputs.exchange.end(size)
 
     def _step(self, size: int) -> StepOutputs:
         """A step from its static inputs: all that happens on the device."""
+        self._inputs.exchange.receive(3 * size)
         runner, batch = self._runner, self._static_batch(size)
         torch.sub(batch.seq_lens, 1, out=batch.positions)
         torch.index_select(runner.last_token_ids, 0, batch.req_pool_indices, out=batch.input_ids)
@@ -173,7 +181,7 @@ class CudaGraphRunner:
             batch.req_pool_indices, batch.positions, batch.out_cache_loc
         )
         outputs = forward_and_choose(runner, batch, batch.req_pool_indices)
-        self._inputs.exchange.write_report(outputs.report, 3 * size)
+        self._inputs.exchange.write_report(outputs.report)
         return outputs
 
     def _static_batch(self, size: int) -> ForwardBatch:

@@ -133,7 +133,7 @@ class PrefillGraphRunner:
         self._capture_all(show_progress)
 
     def stage(self, step: PrefillStep, hidden_mode: CaptureHiddenMode) -> StagedPrefill | None:
-        """Put the inputs of the coming step where a captured one reads them, by one copy.
+        """Put the inputs of the coming step where a captured one fetches them.
 
         None where no such step is captured; else a batch of these inputs must run next.
         """
@@ -181,10 +181,12 @@ class PrefillGraphRunner:
     # -- inputs ---------------------------------------------------------------------------------
 
     def _fill(self, step: PrefillStep, size: int) -> None:
-        """One copy to the device of the step and its padding."""
+        """Leave the step and its padding for the next replay."""
+        self._pack(step, self._exchange.begin(_num_values(size)), size)
+
+    def _pack(self, step: PrefillStep, values: np.ndarray, size: int) -> None:
         num_tokens, num_reqs = len(step.input_ids), len(step.seq_lens)
         num_padding = size - num_tokens
-        values = self._exchange.begin(_num_values(size))
         requests, tokens = _divide(values, size)
         requests[0] = self._runner.req_to_token_pool.padding_row
         requests[1:] = 0
@@ -200,7 +202,6 @@ class PrefillGraphRunner:
         tokens[0, num_tokens:] = 0
         tokens[1, num_tokens:] = np.arange(num_padding)
         tokens[2, num_tokens:] = _PADDING_SLOT
-        self._exchange.send(len(values))
 
     def _inputs_of(self, size: int) -> _Inputs:
         return _Inputs(*_divide(self._exchange.on_device[: _num_values(size)], size))
@@ -221,15 +222,17 @@ class PrefillGraphRunner:
         )
 
     def _capture(self, size: int) -> None:
-        self._fill(_no_requests(), size)
-        graph, outputs = capture(lambda: self._step(size), self._memory)
+        nobody = np.empty(_num_values(size), dtype=np.int64)
+        self._pack(_no_requests(), nobody, size)
+        with self._exchange.uncounted(nobody):
+            graph, outputs = capture(lambda: self._step(size), self._memory)
         self._graphs[size] = CapturedStep(graph, outputs)
-        self._exchange.end(MAX_REQUESTS)
 
     def _step(self, size: int) -> StepOutputs:
+        self._exchange.receive(_num_values(size))
         batch = self._static_batch(size)
         outputs = forward_and_choose(self._runner, batch, batch.req_pool_indices[:MAX_REQUESTS])
-        self._exchange.write_report(outputs.report, _num_values(size))
+        self._exchange.write_report(outputs.report)
         return outputs
 
     def _static_batch(self, size: int) -> ForwardBatch:
