@@ -397,66 +397,6 @@ def test_results_come_to_the_host(x: torch.Tensor) -> None:
     assert got.device.type == "cpu" and torch.equal(got, x)
 
 
-def _host_ring(num_places: int, size: int) -> torch.Tensor:
-    return torch.zeros(num_places, size, dtype=torch.int64, pin_memory=HAS_CUDA)
-
-
-def test_inputs_are_of_the_place_that_the_device_counts() -> None:
-    """Several blocks, then fewer values than the row has; nothing is written behind them."""
-    ring = _host_ring(3, 3000)
-    ring.copy_(torch.arange(1, 9001).view(3, 3000))
-    for count, num_values in ((2, 2500), (3, 14), (1 << 40, 1)):
-        got = torch.zeros(3000, dtype=torch.int64, device=DEVICE)
-        counter = torch.tensor([count], device=DEVICE)
-        OURS.read_place(ring, counter, got[:num_values])
-        assert torch.equal(got[:num_values].cpu(), ring[count % 3, :num_values])
-        assert not got[num_values:].any() and int(counter) == count
-
-
-def test_a_report_goes_to_the_place_that_the_device_counts() -> None:
-    """Several blocks, then fewer values than the row has; other places stay as they are."""
-    ring = _host_ring(3, 3001)
-    expected = torch.zeros_like(ring)
-    for count, num_values in ((2, 2500), ((1 << 40) - 1, 14)):
-        values = torch.arange(1, num_values + 1)
-        expected[count % 3, 0], expected[count % 3, 1 : 1 + num_values] = -7, values
-        counter, head = (torch.tensor([n], device=DEVICE) for n in (count, -7))
-        OURS.write_place(head, values.to(DEVICE), ring, counter)
-        assert int(counter) == count + 1
-    assert torch.equal(ring, expected)
-
-
-@pytest.mark.cuda
-def test_replays_take_their_inputs_from_the_host_and_leave_reports_there() -> None:
-    """All are launched before the first one has begun, as late as a device may be."""
-    inputs, reports = _host_ring(4, 8), _host_ring(4, 9)
-    values, counter = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (8, 1))
-
-    def step() -> None:
-        OURS.read_place(inputs, counter, values)
-        OURS.write_place(counter, values + 1, reports, counter)
-
-    step()  # compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    big = torch.randn(8192, 8192, device=DEVICE)
-    for first in (1, 5, 9):  # each place is taken again, by other values
-        busy, done = torch.cuda.Event(), torch.cuda.Event()
-        for _ in range(8):
-            torch.mm(big, big)
-        busy.record()
-        for count in range(first, first + 4):
-            inputs[count % 4] = 100 * count
-            graph.replay()
-        done.record()
-        was_busy = not busy.query()
-        done.synchronize()
-        assert was_busy
-        for count in range(first, first + 4):
-            assert reports[count % 4].tolist() == [count] + [100 * count + 1] * 8
-
-
 @pytest.mark.cuda
 def test_results_do_not_queue_behind_a_backup() -> None:
     backup = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")

@@ -7,16 +7,20 @@ import pytest
 import torch
 
 from sglang.srt.layers.logits_processor import HostReport
+from sglang.srt.layers.step_frame import choose_and_report, receive
 from sglang.srt.model_executor.host_exchange import NUM_PLACES, HostExchange
 
 CPU = torch.device("cpu")
 
 
 def run_captured(exchange: HostExchange, num_values: int, size: int) -> None:
-    """A step whose report are its first inputs, and their negatives, of `size` requests."""
-    exchange.receive(num_values)
-    first = exchange.on_device[:size]
-    exchange.write_report(torch.stack((first, -first)))
+    """A step whose tokens are its first inputs, of `size` requests; the first one has NaN."""
+    receive(exchange.rings, num_values)
+    logits = torch.zeros(size, 100)
+    logits[torch.arange(size), exchange.on_device[:size]] = 1
+    logits[0, exchange.on_device[0]] = torch.nan
+    rows = torch.arange(size)
+    choose_and_report(exchange.rings, logits, rows, torch.zeros(size, dtype=torch.int64))
 
 
 def run_step(exchange: HostExchange, inputs: list[int], size: int) -> HostReport:
@@ -35,11 +39,11 @@ def test_reports_of_steps_under_way_stay_apart() -> None:
     ]
     for step, (size, report) in enumerate(zip(sizes, reports, strict=True)):
         tokens = [10 * step + i for i in range(size)]
-        assert report.read(size) == (tokens, [-token for token in tokens])
-        assert report.read(1) == (tokens[:1], [-tokens[0]])
+        assert report.read(size) == (tokens, [1, 0, 0][:size])
+        assert report.read(1) == (tokens[:1], [1])
         assert report.done.query()
     again = run_step(exchange, [77, 78], 1)
-    assert again.read(1) == ([77], [-77])
+    assert again.read(1) == ([77], [1])
     assert again.values.data_ptr() == reports[0].values.data_ptr()
 
 
@@ -67,7 +71,7 @@ def test_replays_that_nobody_counts_leave_no_trace(replays: int) -> None:
         for _ in range(replays):
             run_captured(exchange, 2, 1)
             assert exchange.on_device[:2].tolist() == [5, 6]
-    assert run_step(exchange, [3, 4], 1).read(1) == ([3], [-3])
+    assert run_step(exchange, [3, 4], 1).read(1)[0] == [3]
 
 
 @pytest.mark.parametrize("replays", range(1, NUM_PLACES))

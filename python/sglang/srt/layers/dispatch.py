@@ -160,23 +160,6 @@ class Ops(Protocol):
         """
         ...
 
-    def read_place(self, ring: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
-        """The first entries of a place of a ring in page-locked host memory, to `out`, int64 [n].
-
-        ring int64 [p, n or more]. It is place `count` modulo p; count int64 [1] on the device,
-        another one each time a captured call is replayed.
-        """
-        ...
-
-    def write_place(
-        self, head: torch.Tensor, x: torch.Tensor, ring: torch.Tensor, count: torch.Tensor
-    ) -> None:
-        """head, int64 [1], and x, int64 [n], to place `count` modulo p of a ring; counts on.
-
-        ring int64 [p, 1 + n or more]. There once an event recorded after the call has passed.
-        """
-        ...
-
 
 class TorchOps:
     """Plain PyTorch, any device and dtype. The reference for every other set."""
@@ -296,16 +279,6 @@ class TorchOps:
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         return x.to("cpu", non_blocking=True)
 
-    def read_place(self, ring: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(ring[int(count) % len(ring), : len(out)])
-
-    def write_place(
-        self, head: torch.Tensor, x: torch.Tensor, ring: torch.Tensor, count: torch.Tensor
-    ) -> None:
-        place = ring[int(count) % len(ring)]
-        place[:1], place[1 : 1 + len(x)] = head, x
-        count += 1
-
 
 class CpuFloat32Ops(TorchOps):
     """Float32 on the CPU, through `layers.cpu.ops` (own kernels where they could be built)."""
@@ -398,18 +371,6 @@ def add_rows(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
 def send_to_host(x: torch.Tensor) -> torch.Tensor:
     """`Ops.send_to_host` of the device's own set, whatever the dtype."""
     return _ops_of_device(x).send_to_host(x)
-
-
-def read_place(ring: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
-    """`Ops.read_place` of the device's own set."""
-    _ops_of_device(out).read_place(ring, count, out)
-
-
-def write_place(
-    head: torch.Tensor, x: torch.Tensor, ring: torch.Tensor, count: torch.Tensor
-) -> None:
-    """`Ops.write_place` of the device's own set."""
-    _ops_of_device(x).write_place(head, x, ring, count)
 
 
 def _ops_of_device(x: torch.Tensor) -> Ops:

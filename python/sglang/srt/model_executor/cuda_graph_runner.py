@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.step_frame import DecodeTables, receive_decode
 from sglang.srt.model_executor.decode_runner import StagedStep
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_capture import (
@@ -58,8 +59,8 @@ class _StaticInputs:
     def __init__(self, max_size: int, padding_row: int, device: torch.device) -> None:
         self._padding = np.array([[padding_row], [_PADDING_SEQ_LEN], [_PADDING_SLOT]])
         self.exchange = HostExchange(3 * max_size, max_size, device)
-        self._input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self.input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._steps: dict[tuple[int, int], StagedStep] = {}  # by size and number of requests
 
     def fill(self, step: np.ndarray, size: int) -> None:
@@ -88,8 +89,8 @@ class _StaticInputs:
             req_pool_indices=rows,
             seq_lens=seq_lens,
             out_cache_loc=slots,
-            input_ids=self._input_ids[:num_reqs],
-            positions=self._positions[:num_reqs],
+            input_ids=self.input_ids[:num_reqs],
+            positions=self.positions[:num_reqs],
         )
 
 
@@ -173,16 +174,16 @@ class CudaGraphRunner:
 
     def _step(self, size: int) -> StepOutputs:
         """A step from its static inputs: all that happens on the device."""
-        self._inputs.exchange.receive(3 * size)
-        runner, batch = self._runner, self._static_batch(size)
-        torch.sub(batch.seq_lens, 1, out=batch.positions)
-        torch.index_select(runner.last_token_ids, 0, batch.req_pool_indices, out=batch.input_ids)
-        runner.req_to_token_pool.write_device(
-            batch.req_pool_indices, batch.positions, batch.out_cache_loc
+        runner, inputs = self._runner, self._inputs
+        tables = DecodeTables(
+            last_token_ids=runner.last_token_ids,
+            req_to_token=runner.req_to_token_pool.req_to_token,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
         )
-        outputs = forward_and_choose(runner, batch, batch.req_pool_indices)
-        self._inputs.exchange.write_report(outputs.report)
-        return outputs
+        receive_decode(inputs.exchange.rings, size, tables)
+        batch = self._static_batch(size)
+        return forward_and_choose(runner, batch, batch.req_pool_indices, inputs.exchange.rings)
 
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs.of_size(size, size)

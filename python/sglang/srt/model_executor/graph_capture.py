@@ -19,8 +19,8 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.layers.attention.base import AttentionBackend
-from sglang.srt.layers.dispatch import checked_argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.step_frame import HostRings, choose_and_report
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
@@ -109,9 +109,9 @@ class CapturedStep:
 
 
 def forward_and_choose(
-    runner: GraphableRunner, batch: ForwardBatch, rows: torch.Tensor
+    runner: GraphableRunner, batch: ForwardBatch, rows: torch.Tensor, rings: HostRings
 ) -> StepOutputs:
-    """A forward pass and the largest logits, noted as the requests' last tokens.
+    """A forward pass and the largest logits: noted as the requests' last tokens, and reported.
 
     `rows` int64 [b]: of the request table, one for each row of logits. The tokens are right for
     greedy requests; the sampler's choice is written over them.
@@ -119,11 +119,10 @@ def forward_and_choose(
     runner.attn_backend.init_forward_metadata(batch)
     with use_attention_backend(runner.attn_backend):
         output = runner.model(batch.input_ids, batch.positions, batch)
-    token_ids, unusable_rows = checked_argmax(output.next_token_logits)
-    runner.last_token_ids.index_copy_(0, rows, token_ids)
+    logits = output.next_token_logits
     return StepOutputs(
-        logits=output.next_token_logits,
-        report=torch.stack((token_ids, unusable_rows.to(torch.int64))),
+        logits=logits,
+        report=choose_and_report(rings, logits, rows, runner.last_token_ids),
         hidden_states=output.hidden_states,
     )
 

@@ -15,40 +15,39 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from sglang.srt.layers.dispatch import read_place, write_place
 from sglang.srt.layers.logits_processor import HostReport
+from sglang.srt.layers.step_frame import HEAD, HostRings
 from sglang.srt.platforms import current_platform
 
 # Of the step that is being prepared, the one that runs, one that nobody has read yet, and a spare.
 NUM_PLACES = 4
-# In front of inputs and report; two values, so that what follows is aligned as kernels like it.
-_HEAD = 2
-_NOBODY = -1  # in place of a number
+_NOBODY = 0  # in place of a number
 
 
 class HostExchange:
     """A ring of places in host memory; each step takes the next one, for inputs and report.
 
-    On the host `begin`, the replay, `end`, once a step; in a captured step `receive` first and
-    `write_report` last. All on the stream that is current when the exchange is made.
+    `begin`, the replay, `end`, once a step. The captured step begins with `step_frame.receive` or
+    `receive_decode` and ends with `choose_and_report`. All on the stream that is current when the
+    exchange is made.
     """
 
     def __init__(self, num_values: int, num_reported: int, device: torch.device) -> None:
         """Room for so many inputs of a step, and requests of a report."""
         platform = current_platform()
-        self._inputs = _ring(_HEAD + num_values)
-        self._values: list[np.ndarray] = list(self._inputs.numpy())
-        self._reports = _ring(1 + 2 * num_reported)
+        self.rings = HostRings(
+            inputs=platform.pin(torch.zeros(NUM_PLACES, HEAD + num_values, dtype=torch.int64)),
+            reports=platform.pin(torch.zeros(NUM_PLACES, 1 + 2 * num_reported, dtype=torch.int64)),
+            count=torch.ones(1, dtype=torch.int64, device=device),
+            received=torch.zeros(HEAD + num_values, dtype=torch.int64, device=device),
+        )
+        self.on_device = self.rings.received[HEAD:]  # int64 [num_values]: inputs of the step
+        self._values: list[np.ndarray] = list(self.rings.inputs.numpy())
         self._done = [platform.event() for _ in range(NUM_PLACES)]
         self._stream = platform.current_stream()
-        self._number = 1  # of the next step, as the host counts
-        self._count = torch.ones(1, dtype=torch.int64, device=device)  # the same on the device
-        self._received = torch.zeros(_HEAD + num_values, dtype=torch.int64, device=device)
-        self.on_device = self._received[_HEAD:]  # int64 [num_values]
+        self._number = 1  # of the next step
         # By number of reported requests; of each place.
         self._reports_of: dict[int, list[torch.Tensor]] = {}
-
-    # -- the host's side ------------------------------------------------------------------------
 
     def begin(self, num_values: int) -> np.ndarray:
         """Host memory, int64 [num_values], to be filled; the step that had it before has ended."""
@@ -56,7 +55,7 @@ class HostExchange:
         self._done[place].synchronize()
         values = self._values[place]
         values[0] = self._number
-        return values[_HEAD : _HEAD + num_values]
+        return values[HEAD : HEAD + num_values]
 
     def end(self, num_reported: int) -> HostReport:
         """After the replay: its report, of as many requests as it was captured of.
@@ -65,7 +64,7 @@ class HostExchange:
         """
         reports = self._reports_of.get(num_reported)
         if reports is None:
-            reports = [row[: 1 + 2 * num_reported] for row in self._reports]
+            reports = [row[: 1 + 2 * num_reported] for row in self.rings.reports]
             self._reports_of[num_reported] = reports
         number = self._number
         place = number % NUM_PLACES
@@ -79,22 +78,8 @@ class HostExchange:
         """Around captures, and replays without `begin` and `end`: all have these inputs."""
         current_platform().synchronize()
         for place in self._values:
-            place[_HEAD : _HEAD + len(values)] = values
+            place[HEAD : HEAD + len(values)] = values
             place[0] = _NOBODY
         yield
         # The device counted what the host did not.
-        self._count.fill_(self._number)
-
-    # -- in a step ------------------------------------------------------------------------------
-
-    def receive(self, num_values: int) -> None:
-        """Bring the step's inputs to `on_device`."""
-        read_place(self._inputs, self._count, self._received[: _HEAD + num_values])
-
-    def write_report(self, report: torch.Tensor) -> None:
-        """The step's report, int64 [2, b], to the host, and on to the next place."""
-        write_place(self._received[:1], report.view(-1), self._reports, self._count)
-
-
-def _ring(size: int) -> torch.Tensor:
-    return current_platform().pin(torch.zeros(NUM_PLACES, size, dtype=torch.int64))
+        self.rings.count.fill_(self._number)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.step_frame import receive
 from sglang.srt.mem_cache.hybrid_kv_pool import HybridLinearKVPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -229,11 +230,11 @@ class PrefillGraphRunner:
         self._graphs[size] = CapturedStep(graph, outputs)
 
     def _step(self, size: int) -> StepOutputs:
-        self._exchange.receive(_num_values(size))
+        rings = self._exchange.rings
+        receive(rings, _num_values(size))
         batch = self._static_batch(size)
-        outputs = forward_and_choose(self._runner, batch, batch.req_pool_indices[:MAX_REQUESTS])
-        self._exchange.write_report(outputs.report)
-        return outputs
+        rows = batch.req_pool_indices[:MAX_REQUESTS]
+        return forward_and_choose(self._runner, batch, rows, rings)
 
     def _static_batch(self, size: int) -> ForwardBatch:
         requests, tokens = self._inputs_of(size)

@@ -102,7 +102,7 @@ class _ExchangeAlone(HostExchange):
 
     @cached_property
     def _reports_on_host(self) -> np.ndarray:
-        return self._reports.numpy()
+        return self.rings.reports.numpy()
 
 
 @contextlib.contextmanager
