@@ -107,7 +107,10 @@ def capture(runner: ModelRunner, **options: Any) -> PrefillGraphRunner:
 
 
 def replays(graphs: PrefillGraphRunner) -> dict[int, int]:
-    found = {size: step.graph.num_replays for size, step in graphs._graphs.items()}  # type: ignore[attr-defined]
+    found = {
+        size: step.graph.graphs[0].num_replays  # type: ignore[attr-defined]
+        for size, step in graphs._graphs.items()
+    }
     assert sum(found.values()) == graphs.num_steps
     return found
 

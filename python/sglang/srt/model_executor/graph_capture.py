@@ -26,6 +26,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 
 T = TypeVar("T")
+# Called by a function that is captured, between two parts of its work: whether a new graph begins.
+Cut = Callable[[], bool]
 
 # cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
 # pays once; steps that are not captured keep the default.
@@ -164,17 +166,40 @@ def capture(function: Callable[[], T], memory: GraphMemory) -> tuple[ReplayableG
 
     The function runs twice before.
     """
+    graphs, outputs = capture_in_pieces(lambda cut: function(), memory)
+    return graphs[0], outputs
+
+
+def capture_in_pieces(
+    function: Callable[[Cut], T], memory: GraphMemory
+) -> tuple[Sequence[ReplayableGraph], T]:
+    """`capture` as several graphs, to be replayed in order: one ends where the function cuts.
+
+    What the function has made so far lives on from one to the next.
+    """
+    graphs = [torch.cuda.CUDAGraph()]
+
+    def cut() -> bool:
+        graphs[-1].capture_end()
+        graphs.append(torch.cuda.CUDAGraph())
+        graphs[-1].capture_begin(pool=memory.pool)
+        return True
+
     stream = memory.stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Compiles kernels and allocates workspaces, which must not happen in a capture.
         for _ in range(2):
-            function()
+            function(lambda: False)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graphs[-1].capture_begin(pool=memory.pool)
+        try:
+            outputs = function(cut)
+        finally:
+            graphs[-1].capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory.pool, stream=stream):
-        outputs = function()
-    return graph, outputs
+    return graphs, outputs
 
 
 def capture_sizes(

@@ -25,7 +25,7 @@ from sglang.srt.layers.dispatch import TorchOps
 from sglang.srt.layers.logits_processor import HostReport
 from sglang.srt.mem_cache.hicache_transfer import LayerDoneCounter
 from sglang.srt.model_executor import cuda_graph_runner, graph_capture, prefill_graph_runner
-from sglang.srt.model_executor.graph_capture import GraphMemory
+from sglang.srt.model_executor.graph_capture import Cut, GraphMemory
 from sglang.srt.model_executor.host_exchange import NUM_PLACES, HostExchange
 from sglang.srt.speculative import spec_graph_runner
 
@@ -71,6 +71,14 @@ def capture(function: Callable[[], T], memory: GraphMemory) -> tuple[EagerGraph,
     return EagerGraph(function, outputs, _graphs.setdefault(memory, WeakSet())), outputs
 
 
+def capture_in_pieces(
+    function: Callable[[Cut], T], memory: GraphMemory
+) -> tuple[list[EagerGraph], T]:
+    """As `graph_capture.capture_in_pieces`, in one piece."""
+    graph, outputs = capture(lambda: function(lambda: False), memory)
+    return [graph], outputs
+
+
 @contextlib.contextmanager
 def _nothing(num_rows: int = 0) -> Iterator[None]:
     with torch.inference_mode():
@@ -79,8 +87,9 @@ def _nothing(num_rows: int = 0) -> Iterator[None]:
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all kinds of steps be captured on the CPU; copies to the host become copies."""
-    for user in (cuda_graph_runner, prefill_graph_runner, spec_graph_runner):
+    for user in (cuda_graph_runner, spec_graph_runner):
         monkeypatch.setattr(user, "capture", capture)
+    monkeypatch.setattr(prefill_graph_runner, "capture_in_pieces", capture_in_pieces)
     monkeypatch.setattr(graph_capture, "capturing", _nothing)
     monkeypatch.setattr(graph_capture, "products_of", _nothing)
     monkeypatch.setattr(TorchNativeBackend, "captures_prefill", True)
