@@ -279,7 +279,7 @@ class BatchResultProcessor:
             return
         start, delta = req.logprob_start_len, state.pending
         state.input_done = True
-        delta.input_idx = array("i", req.origin_input_ids[start:] if start >= 0 else [])
+        delta.input_idx = req.origin_input_ids[start:] if start >= 0 else array("i")
         has_any = len(delta.input_idx) > 0
         delta.input_val = [None, *state.input_val] if has_any else []
         if req.top_logprobs_num > 0:
