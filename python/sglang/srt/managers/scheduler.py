@@ -354,7 +354,6 @@ class Scheduler(SchedulerUpdateWeightsMixin):
                 req.waited_s += max(self._serving_time - req.waiting_since, 0.0)
                 if not req.num_retractions:
                     self.reports.on_admission(req.waited_s)
-        self.reports.on_prefill(batch, adder, self._requests_now)
         return batch
 
     def _continue_chunked(self, adder: PrefillAdder) -> bool:
@@ -446,6 +445,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         launched_at = self.reports.on_launch()
         result = self.worker.forward_batch_generation(batch)
         result.launched_at = launched_at
+        if batch.forward_mode is ForwardMode.EXTEND:
+            self.reports.on_prefill(batch, self._requests_now)  # the device need not wait for it
         return result
 
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:

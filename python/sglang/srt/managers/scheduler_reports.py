@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillAdder
+from sglang.srt.managers.schedule_policy import NewTokenRatio
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.observability.metrics import SchedulerMetrics, SchedulerStats
@@ -132,15 +132,15 @@ class SchedulerReports:
         self._busy_s += max(0.0, ended_at - max(launched_at, self._busy_until))
         self._busy_until = ended_at
 
-    def on_prefill(self, batch: ScheduleBatch, adder: PrefillAdder, look: Look) -> None:
-        """A prefill step is about to be launched; `look` does not see it yet."""
-        seen = adder.hit_tokens + adder.input_tokens
-        self.cache_hit_rate = adder.hit_tokens / seen if seen else 0.0
+    def on_prefill(self, batch: ScheduleBatch, look: Look) -> None:
+        """A prefill step has just been launched; `look` does not see it yet."""
+        num_new, num_cached = sum(batch.extend_lens), sum(batch.prefix_lens)
+        self.cache_hit_rate = num_cached / (num_cached + num_new)
         if self.metrics is None and not self.facts.is_logging_rank:
             return
         now = look()
         if self.metrics is not None:
-            self.metrics.count_prefill(adder.input_tokens, adder.hit_tokens)
+            self.metrics.count_prefill(num_new, num_cached)
             holding = list(dict.fromkeys([*now.holding, *batch.reqs]))
             self._log_stats(dataclasses.replace(now, holding=holding))
         if self.facts.is_logging_rank:
@@ -148,8 +148,8 @@ class SchedulerReports:
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, "
                 "token usage: %.2f, #running-req: %d, #queue-req: %d",
                 len(batch),
-                adder.input_tokens,
-                adder.hit_tokens,
+                num_new,
+                num_cached,
                 self.token_usage,
                 *(len(now.decoding), len(now.waiting)),
             )
