@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -379,6 +379,15 @@ class StepShape:
     needs_host_tokens: bool = False  # every step: the worker reads what the requests have so far
 
 
+class StepKind(NamedTuple):
+    """Steps that are equal in it and follow each other take about equal time."""
+
+    mode: ForwardMode
+    num_reqs: int
+    num_new_tokens: int  # of prompts; 0 in decode
+    is_loading: bool  # a part of the KV comes from the host meanwhile
+
+
 class ScheduleBatch:
     """Requests that take the next step together, and the arrays of that step.
 
@@ -449,9 +458,15 @@ class ScheduleBatch:
         self.traits = BatchTraits.of(self.reqs)
 
     @property
-    def kind(self) -> tuple[ForwardMode, int]:
-        """Steps that are equal in it and follow each other take about equal time."""
-        return self.forward_mode, len(self.reqs)
+    def kind(self) -> StepKind:
+        """What the time of the step depends on most."""
+        is_prefill = self.forward_mode is ForwardMode.EXTEND
+        return StepKind(
+            mode=self.forward_mode,
+            num_reqs=len(self.reqs),
+            num_new_tokens=sum(self.extend_lens) if is_prefill else 0,
+            is_loading=self.hicache_consumer_index >= 0,
+        )
 
     def snapshot(self) -> ScheduleBatch:
         """The step as launched, for the result processor: later filters do not change it.

@@ -186,7 +186,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             launched = None
             if batch is not None:
                 launched = (batch.snapshot(), self.run_batch(batch))
-                self.pacer.on_launch(batch.kind, time.perf_counter() - self._awake_since)
+                host_s = time.perf_counter() - self._awake_since
+                self.pacer.on_launch(batch.kind, launched[1].launched_at, host_s)
             self._drain_results()
             if launched is not None:
                 self.result_queue.append(launched)
@@ -461,7 +462,9 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         while self.result_queue:
             batch, result = self.result_queue.popleft()
             self.process_batch_result(batch, result)
-            self.pacer.on_result(batch.kind, result.ended_at, was_late=result.was_done)
+            self.pacer.on_result(
+                batch.kind, result.launched_at, result.ended_at, was_late=result.was_done
+            )
 
     def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
         return ScheduleBatch(
