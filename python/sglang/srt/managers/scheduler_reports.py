@@ -92,6 +92,7 @@ class SchedulerReports:
         self.last_gen_throughput = 0.0
         self.cache_hit_rate = 0.0
         self.num_retracted_total = 0
+        self._waits: list[float] = []  # seconds, of those whose prefill is about to be launched
         self._decode_steps = 0
         self._shown: tuple[object, ...] = ()
         self._is_resting = True  # no step since all results were read
@@ -110,9 +111,8 @@ class SchedulerReports:
     # -- events ---------------------------------------------------------------------------------
 
     def on_admission(self, waited_s: float) -> None:
-        """A request left the waiting queue for its first prefill step."""
-        if self.metrics is not None:
-            self.metrics.observe_queue_time(waited_s)
+        """A request left the waiting queue for its first prefill step, yet to be launched."""
+        self._waits.append(waited_s)
 
     def on_weight_update(self, source: str, elapsed_s: float) -> None:
         """Weights were loaded. `source`: disk, distributed, tensor or ipc."""
@@ -136,10 +136,13 @@ class SchedulerReports:
         """A prefill step has just been launched; `look` does not see it yet."""
         num_new, num_cached = sum(batch.extend_lens), sum(batch.prefix_lens)
         self.cache_hit_rate = num_cached / (num_cached + num_new)
+        waits, self._waits = self._waits, []
         if self.metrics is None and not self.facts.is_logging_rank:
             return
         now = look()
         if self.metrics is not None:
+            for waited_s in waits:
+                self.metrics.observe_queue_time(waited_s)
             self.metrics.count_prefill(num_new, num_cached)
             holding = list(dict.fromkeys([*now.holding, *batch.reqs]))
             self._log_stats(dataclasses.replace(now, holding=holding))
