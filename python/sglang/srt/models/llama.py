@@ -7,6 +7,7 @@ and `gate_up_proj`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -127,6 +128,18 @@ def pick_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     return x if rows is None else take_rows(x, rows)
 
 
+def layers_and_rows(
+    layers: nn.ModuleList, kept: torch.Tensor | None
+) -> Iterator[tuple[nn.Module, torch.Tensor | None]]:
+    """Each layer with the rows that go on behind its attention; None: all of them.
+
+    Only attention mixes rows, so the last layer is done with those that are not `kept`.
+    """
+    last = len(layers) - 1
+    for layer_id, layer in enumerate(layers):
+        yield layer, kept if layer_id == last else None
+
+
 class LlamaDecoderLayer(nn.Module):
     """One pre-norm layer. Families override the two `make_` methods."""
 
@@ -211,10 +224,8 @@ class LlamaModel(nn.Module):
         wanted = self._layers_wanted_by(forward_batch)
         capture = _Capture(wanted, hidden_states)
         kept = rows_to_keep(forward_batch, self._captures_all_behind(wanted, forward_batch))
-        for layer_id, layer in enumerate(self.layers):
+        for layer_id, (layer, rows) in enumerate(layers_and_rows(self.layers, kept)):
             capture.entry_of(layer_id, hidden_states, residual)
-            # Only attention mixes rows: what the last layer makes of the others, nobody reads.
-            rows = kept if layer_id == len(self.layers) - 1 else None
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch, rows)
         capture.entry_of(len(self.layers), hidden_states, residual)
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
