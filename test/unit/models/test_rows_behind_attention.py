@@ -68,7 +68,7 @@ def load_draft(folder: Path, architecture: str, **overrides: Any) -> EagleDraftM
 
 
 def layers_of(model: LanguageModel) -> Any:
-    return model.layers if isinstance(model, EagleDraftModel) else model.model.layers
+    return model.get_submodule("layers" if isinstance(model, EagleDraftModel) else "model.layers")
 
 
 @contextmanager
@@ -136,8 +136,8 @@ def test_logits_are_those_of_a_model_that_computes_all_rows(
 def test_the_output_projection_is_spared_too_and_the_keys_are_complete(tmp_path: Path) -> None:
     model = load(tmp_path)
     seen: list[int] = []
-    attention = model.model.layers[-1].self_attn
-    attention.o_proj.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    o_proj = layers_of(model)[-1].self_attn.o_proj
+    o_proj.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
 
     def keys_after(prompt: list[int]) -> torch.Tensor:
         runner = MiniRunner(model)
