@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from sglang.srt import platforms
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers import logits_processor
 from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -32,6 +33,7 @@ from sglang.srt.model_executor.prefill_graph_runner import (
     PrefillStep,
     _GraphsOfLayers,
 )
+from sglang.srt.models import llama
 from sglang.test.fakes.eager_graphs import use_eager_graphs
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
@@ -40,7 +42,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 4
 COUNTS = [8, 24, 96]
 SLOTS_EACH = 100
-FULL = CaptureHiddenMode.FULL
+NULL, FULL = CaptureHiddenMode.NULL, CaptureHiddenMode.FULL
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,9 @@ def make_runner(folder: Path, family: str, num_layers: int = 2) -> ModelRunner:
     return ModelRunner(ModelConfig.from_path(str(model), dtype="float32", device=DEVICE), config)
 
 
-def batch_of(runner: ModelRunner, step: PrefillStep) -> ForwardBatch:
+def batch_of(
+    runner: ModelRunner, step: PrefillStep, mode: CaptureHiddenMode = FULL
+) -> ForwardBatch:
     """The step, uncaptured."""
 
     def tensor(values: Any) -> torch.Tensor:
@@ -90,14 +94,14 @@ def batch_of(runner: ModelRunner, step: PrefillStep) -> ForwardBatch:
         extend_prefix_lens=tensor(step.prefix_lens),
         extend_seq_lens_cpu=step.extend_lens.tolist(),
         extend_prefix_lens_cpu=step.prefix_lens.tolist(),
-        capture_hidden_mode=FULL,
+        capture_hidden_mode=mode,
     )
 
 
 def staged_batch(runner: ModelRunner, graphs: PrefillGraphRunner, step: PrefillStep) -> Any:
-    staged = graphs.stage(step, FULL)
+    staged = graphs.stage(step, graphs.hidden_mode)
     assert staged is not None
-    batch = batch_of(runner, step)
+    batch = batch_of(runner, step, graphs.hidden_mode)
     batch.is_staged = True
     batch.input_ids, batch.out_cache_loc = staged.input_ids, staged.out_cache_loc
     batch.req_pool_indices, batch.seq_lens = staged.req_pool_indices, staged.seq_lens
@@ -233,6 +237,37 @@ def test_a_step_waits_for_the_layers_of_each_of_its_graphs(tmp_path: Path) -> No
         is_equal = torch.allclose(logits, expected, atol=1e-4, rtol=1e-4)
         assert is_equal == load.is_over() == is_waited_for
     torch.cuda.synchronize()
+
+
+def test_logits_are_the_same_where_only_their_rows_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the last layer's attention; captured or not, on a device where so few are dropped."""
+    monkeypatch.setattr(logits_processor, "MIN_DROPPED_ROWS", 1)
+    runner = make_runner(tmp_path, "llama")
+    steps = steps_of(runner)
+    mlp = runner.model.get_submodule("model.layers.1.mlp")
+    seen: list[int] = []
+    mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "rows_to_keep", lambda batch, all_captured: None)
+        whole = [forward(runner, batch_of(runner, step, NULL)) for step in steps]
+    assert seen == [len(step.input_ids) for step in steps]
+    seen.clear()
+    plain = [forward(runner, batch_of(runner, step, NULL)) for step in steps]
+    assert seen == [len(step.seq_lens) for step in steps]
+    seen.clear()
+    graphs = runner.prefill_runner = PrefillGraphRunner(runner, COUNTS)
+    captured = []
+    for step in steps:
+        output = forward(runner, staged_batch(runner, graphs, step))
+        captured.append(output.next_token_logits.clone())
+    assert graphs.num_steps == len(steps) and set(seen) == {prefill_graph_runner.MAX_REQUESTS}
+    for wanted, uncaptured, replayed in zip(whole, plain, captured):
+        logits = wanted.next_token_logits
+        assert logits.any()
+        torch.testing.assert_close(uncaptured.next_token_logits, logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(replayed, logits, atol=1e-4, rtol=1e-4)
 
 
 def test_one_long_request_is_divided_as_without_padding(

@@ -21,6 +21,7 @@ from sglang.srt.model_executor.prefill_graph_runner import (
     PrefillStep,
     capture_token_counts,
 )
+from sglang.srt.models import llama
 from sglang.srt.platforms.cpu import CpuPlatform
 from sglang.test.fakes.eager_graphs import use_eager_graphs
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
@@ -133,6 +134,25 @@ def test_tokens_are_those_of_uncaptured_steps(runner: ModelRunner, chunk_size: i
     # Padding lives in a row that stays as it is, and in the dummy slot.
     padding_row = runner.req_to_token_pool.padding_row
     assert not runner.req_to_token_pool.req_to_token[padding_row].any()
+
+
+def test_the_last_layer_goes_on_with_one_row_a_request(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same number in every captured step, and the tokens of a model that computes all rows."""
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "rows_to_keep", lambda batch, all_captured: None)
+        expected = Served(runner, disable_cache=True).tokens([prompt(20), prompt(60, 50)])
+    graphs = capture(runner)
+    seen: list[int] = []
+    mlp = runner.model.get_submodule(
+        f"model.layers.{runner.model_config.num_hidden_layers - 1}.mlp"
+    )
+    mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    assert Served(runner, disable_cache=True).tokens([prompt(20), prompt(60, 50)]) == expected
+    assert graphs.num_steps == 1 and replays(graphs)[96] == 1
+    # A captured step reads as many rows as it may have requests; decode steps have two.
+    assert seen.count(MAX_REQUESTS) == 1 and set(seen) <= {MAX_REQUESTS, 2}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """From final hidden states to next-token logits and prompt logprobs.
 
-Selects the rows that need logits before the vocabulary product, gathers the vocabulary shards of
-all ranks, and computes input (prompt) logprobs in row blocks so that a long prompt over a large
-vocabulary needs little memory. The logprobs of *sampled* tokens are the sampler's.
+Says which rows are needed behind the last layer's attention (`rows_to_keep`), selects those that
+need logits before the vocabulary product, gathers the vocabulary shards of all ranks, and computes
+input (prompt) logprobs in row blocks so that a long prompt over a large vocabulary needs little
+memory. The logprobs of *sampled* tokens are the sampler's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from sglang.srt.model_executor.forward_batch_info import (
 
 # 512 rows x 49k vocabulary x 4 bytes = 100 MB, twice (logits and log-softmax).
 LOGPROB_BLOCK_ROWS = 512
+
+# Fewest rows worth dropping on a GPU. A bf16 product of up to 180 rows takes as long there as
+# reading its weight (H200: 760 TFLOP/s, 4.2 TB/s), which the kept rows need as well; with fewer,
+# the launches that pick these would cost more than is saved. A CPU multiplies row by row.
+MIN_DROPPED_ROWS = 256
 
 
 class HostReport(NamedTuple):
@@ -100,12 +106,14 @@ class LogitsProcessor(nn.Module):
         lm_head: ParallelLMHead,
         forward_batch: ForwardBatch,
         aux_hidden_states: torch.Tensor | None = None,
+        are_picked: bool = False,
     ) -> LogitsProcessorOutput:
         """hidden_states [n, hidden], normed; the aux ones [n, width], captured on request.
 
-        Collective with more than one rank (gathers vocabulary shards).
+        `are_picked`: the hidden states, and in mode LAST the aux ones, are only those of the rows
+        that `rows_to_keep` gave. Collective with more than one rank (gathers vocabulary shards).
         """
-        logit_rows = _rows_with_logits(forward_batch)
+        logit_rows = None if are_picked else _rows_with_logits(forward_batch)
         pruned = hidden_states if logit_rows is None else take_rows(hidden_states, logit_rows)
         output = LogitsProcessorOutput(
             next_token_logits=self._logits(pruned, lm_head),
@@ -192,6 +200,25 @@ def _wanted_rows(
             targets, end = targets[:-1], end - 1
         if targets:
             yield index, slice(first, end), targets
+
+
+def rows_to_keep(forward_batch: ForwardBatch, all_captured: bool) -> torch.Tensor | None:
+    """The rows that anybody reads behind the last layer's attention: int64 [r], 0 < r < n.
+
+    Those that get logits, in a prefill step without input logprobs. None: all of them, or the
+    others are too few to be worth dropping. The same on all ranks, and decided without reading the
+    device. `all_captured`: what is captured has a row of every token behind that attention.
+    """
+    if all_captured or forward_batch.forward_mode is not ForwardMode.EXTEND:
+        return None
+    request, asked = forward_batch.logprobs, forward_batch.logits_rows
+    if request is not None and request.wants_inputs(forward_batch.extend_seq_lens_cpu or []):
+        return None
+    num_kept = forward_batch.batch_size if asked is None else len(asked)
+    least = 1 if forward_batch.input_ids.device.type == "cpu" else MIN_DROPPED_ROWS
+    if num_kept == 0 or forward_batch.num_tokens - num_kept < least:
+        return None
+    return _rows_with_logits(forward_batch)
 
 
 def _rows_with_logits(forward_batch: ForwardBatch) -> torch.Tensor | None:

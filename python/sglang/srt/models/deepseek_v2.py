@@ -25,7 +25,7 @@ from sglang.srt.layers.moe_routing import choose_experts
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot, new_parameter
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.llama import GatedMLP, LlamaForCausalLM
+from sglang.srt.models.llama import GatedMLP, LlamaForCausalLM, pick_rows
 
 # The norms of the compressed vectors have this epsilon whatever the config says of the others.
 _LATENT_NORM_EPS = 1e-6
@@ -85,9 +85,13 @@ class DeepseekAttention(nn.Module):
         self._rotary = (rotary,)
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden_states [n, hidden] -> [n, hidden]. Collective with more than one rank."""
+        """See `LlamaAttention`. Collective with more than one rank."""
         compressed, key_to_rotate = self.kv_a_proj_with_mqa(hidden_states).split(
             self._sizes, dim=-1
         )
@@ -100,7 +104,7 @@ class DeepseekAttention(nn.Module):
             self._rotary[0],
             forward_batch,
         )
-        return self.o_proj(out)
+        return self.o_proj(pick_rows(out, rows))
 
     def _queries(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.q_proj is not None:
@@ -212,11 +216,14 @@ class DeepseekDecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual stream before it), [n, hidden] each; their sum goes on."""
+        """See `LlamaDecoderLayer`."""
         normed, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, normed, forward_batch)
-        normed, residual = self.post_attention_layernorm.add_and_norm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, normed, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_and_norm(
+            hidden_states, pick_rows(residual, rows)
+        )
         return self.mlp(normed), residual
 
 

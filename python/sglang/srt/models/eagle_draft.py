@@ -17,10 +17,10 @@ from torch import nn
 
 from sglang.srt.configs.draft_config import EagleDraftConfig, HeadSource, read_eagle_config
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.logits_processor import LogitsProcessor, rows_to_keep
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.layers.weight_slot import WeightSlot
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.models.base import LanguageModel, WeightProblems
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,11 @@ class EagleDraftModel(LanguageModel):
                 f"{hidden_states.shape[0]}"
             )
         return hidden_states
+
+    def _rows_to_keep(self, forward_batch: ForwardBatch) -> torch.Tensor | None:
+        """See `logits_processor`; all that a draft returns comes from behind its last layer."""
+        is_full = forward_batch.capture_hidden_mode is CaptureHiddenMode.FULL
+        return rows_to_keep(forward_batch, all_captured=is_full)
 
 
 def _place(is_shared: bool) -> AbstractContextManager[object]:

@@ -24,6 +24,7 @@ from sglang.srt.models.llama import (
     LlamaAttention,
     LlamaForCausalLM,
     LlamaModel,
+    pick_rows,
 )
 
 # Checkpoints hold the norms' weights less one.
@@ -60,12 +61,15 @@ class Gemma3DecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual stream before it), [n, hidden] each; their sum goes on."""
+        """See `LlamaDecoderLayer`."""
         normed, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
-        attended = self.self_attn(positions, normed, forward_batch)
+        attended = self.self_attn(positions, normed, forward_batch, rows)
         attended = self.post_attention_layernorm(attended)
-        normed, residual = self.pre_feedforward_layernorm.add_and_norm(attended, residual)
+        normed, residual = self.pre_feedforward_layernorm.add_and_norm(
+            attended, pick_rows(residual, rows)
+        )
         return self.post_feedforward_layernorm(self.mlp(normed)), residual
 
 

@@ -7,22 +7,27 @@ and `gate_up_proj`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.activation import get_gated_activation
-from sglang.srt.layers.dispatch import add_rows
+from sglang.srt.layers.dispatch import add_rows, take_rows
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import (
+    LogitsProcessor,
+    LogitsProcessorOutput,
+    rows_to_keep,
+)
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -97,20 +102,42 @@ class LlamaAttention(nn.Module):
         self._rotary = (rotary,)
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden_states [n, input size] -> [n, hidden]."""
+        """hidden_states [n, input size] -> [n, hidden], or [r, hidden] of `rows`."""
         qkv = self.qkv_proj(hidden_states)
         q, k, v = qkv.split(self.qkv_proj.output_sizes, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q = _norm_heads(self.q_norm, q)
             k = _norm_heads(self.k_norm, k)
         rotary = self._rotary[0]
-        return self.o_proj(self.attn.rotate_and_attend(positions, q, k, v, rotary, forward_batch))
+        out = self.attn.rotate_and_attend(positions, q, k, v, rotary, forward_batch)
+        return self.o_proj(pick_rows(out, rows))
 
 
 def _norm_heads(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return norm(x.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(-2)
+
+
+def pick_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Rows, int64 [r], of x [n, d]: [r, d]; None: x itself."""
+    return x if rows is None else take_rows(x, rows)
+
+
+def layers_and_rows(
+    layers: nn.ModuleList, kept: torch.Tensor | None
+) -> Iterator[tuple[nn.Module, torch.Tensor | None]]:
+    """Each layer with the rows that go on behind its attention; None: all of them.
+
+    Only attention mixes rows, so the last layer is done with those that are not `kept`.
+    """
+    last = len(layers) - 1
+    for layer_id, layer in enumerate(layers):
+        yield layer, kept if layer_id == last else None
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -144,12 +171,26 @@ class LlamaDecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual stream before it), [n, hidden] each; their sum goes on."""
+        """(block output, residual stream before it), [n, hidden] each; their sum goes on.
+
+        `rows` int64 [r]: the ones that go on, [r, hidden] each; attention is over all.
+        """
         normed, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, normed, forward_batch)
-        normed, residual = self.post_attention_layernorm.add_and_norm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, normed, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_and_norm(
+            hidden_states, pick_rows(residual, rows)
+        )
         return self.mlp(normed), residual
+
+
+class FinalStates(NamedTuple):
+    """What a decoder leaves for the head. n: the step's tokens; r: rows that get logits."""
+
+    hidden_states: torch.Tensor  # normed: [n, hidden], or [r, hidden] where they `are_picked`
+    streams: torch.Tensor | None  # captured ones side by side, [n, layers * hidden]
+    are_picked: bool
 
 
 class LlamaModel(nn.Module):
@@ -176,17 +217,19 @@ class LlamaModel(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(normed hidden states [n, hidden], captured streams side by side in a row or None)."""
+    ) -> FinalStates:
+        """input_ids and positions int64 [n]; collective with more than one rank."""
         hidden_states = self.embed(input_ids)
         residual: torch.Tensor | None = None
-        capture = _Capture(self._layers_wanted_by(forward_batch), hidden_states)
-        for layer_id, layer in enumerate(self.layers):
+        wanted = self._layers_wanted_by(forward_batch)
+        capture = _Capture(wanted, hidden_states)
+        kept = rows_to_keep(forward_batch, self._captures_all_behind(wanted, forward_batch))
+        for layer_id, (layer, rows) in enumerate(layers_and_rows(self.layers, kept)):
             capture.entry_of(layer_id, hidden_states, residual)
-            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch, rows)
         capture.entry_of(len(self.layers), hidden_states, residual)
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
-        return normed, capture.streams
+        return FinalStates(normed, capture.streams, are_picked=kept is not None)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [n] -> what the first layer reads, [n, hidden]."""
@@ -200,6 +243,14 @@ class LlamaModel(nn.Module):
         if forward_batch.capture_hidden_mode is CaptureHiddenMode.NULL:
             return ()
         return self.layers_to_capture
+
+    def _captures_all_behind(self, wanted: tuple[int, ...], forward_batch: ForwardBatch) -> bool:
+        """See `rows_to_keep`. `wanted`: the layers whose entry is captured, in rising order."""
+        is_full = forward_batch.capture_hidden_mode is CaptureHiddenMode.FULL
+        if not wanted:
+            return is_full
+        # In mode LAST the head picks from the streams, and must not find them picked already.
+        return not is_full or wanted[-1] == len(self.layers)
 
 
 class _Capture:
@@ -249,9 +300,14 @@ class LlamaForCausalLM(LanguageModel):
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
         """input_ids and positions int64 [n]; collective with more than one rank."""
-        hidden_states, captured = self.model(input_ids, positions, forward_batch)
+        final: FinalStates = self.model(input_ids, positions, forward_batch)
         return self.logits_processor(
-            input_ids, hidden_states, self.lm_head, forward_batch, captured
+            input_ids,
+            final.hidden_states,
+            self.lm_head,
+            forward_batch,
+            final.streams,
+            final.are_picked,
         )
 
     def is_ignored_weight(self, name: str) -> bool:

@@ -21,7 +21,13 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding, create_rotary_embedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.eagle_draft import EagleDraftModel
-from sglang.srt.models.llama import AttentionChoices, GatedMLP, LlamaAttention
+from sglang.srt.models.llama import (
+    AttentionChoices,
+    GatedMLP,
+    LlamaAttention,
+    layers_and_rows,
+    pick_rows,
+)
 
 
 class EagleDecoderLayer(nn.Module):
@@ -46,14 +52,20 @@ class EagleDecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual stream before it), [n, hidden] each; consumes both inputs."""
+        """(block output, residual stream before it), [n, hidden] each; consumes both inputs.
+
+        `rows`: see `LlamaDecoderLayer`.
+        """
         if self.input_layernorm is None:
             normed, residual = hidden_states, hidden_states
         else:
             normed, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
-        attended = self.self_attn(positions, normed, forward_batch)
-        normed, residual = self.post_attention_layernorm.add_and_norm(attended, residual)
+        attended = self.self_attn(positions, normed, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_and_norm(
+            attended, pick_rows(residual, rows)
+        )
         return self.mlp(normed), residual
 
 
@@ -91,10 +103,13 @@ class LlamaForCausalLMEagle(EagleDraftModel):
             )
         hidden_states = self.fc(torch.cat((self.embed_tokens(input_ids), features), dim=-1))
         residual: torch.Tensor | None = None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+        kept = self._rows_to_keep(forward_batch)
+        for layer, rows in layers_and_rows(self.layers, kept):
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch, rows)
         final = hidden_states if residual is None else hidden_states + residual
-        return self.logits_processor(input_ids, final, self.lm_head, forward_batch)
+        return self.logits_processor(
+            input_ids, final, self.lm_head, forward_batch, are_picked=kept is not None
+        )
 
     def is_optional_weight(self, name: str) -> bool:
         return name == "fc.bias" and self.draft_config.fc_bias is None

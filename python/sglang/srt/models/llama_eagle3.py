@@ -27,7 +27,13 @@ from sglang.srt.layers.weight_slot import WeightOwner, WeightSlot
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.base import WeightLoadError, WeightProblems
 from sglang.srt.models.eagle_draft import EagleDraftModel
-from sglang.srt.models.llama import AttentionChoices, GatedMLP, LlamaAttention
+from sglang.srt.models.llama import (
+    AttentionChoices,
+    GatedMLP,
+    LlamaAttention,
+    layers_and_rows,
+    pick_rows,
+)
 
 _DRAFT_TO_TARGET = "d2t"
 _OLD_NORM_NAMES = {
@@ -63,10 +69,12 @@ class Eagle3DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         embeds: torch.Tensor,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(block output, residual stream before it), [n, hidden] each; consumes `residual`.
 
         The stream is that of the hidden states; `embeds` enter the first layer's attention only.
+        `rows`: see `LlamaDecoderLayer`.
         """
         if self.input_layernorm is not None:
             normed, residual = norms_side_by_side(
@@ -74,8 +82,10 @@ class Eagle3DecoderLayer(nn.Module):
             )
         else:
             normed, residual = self.hidden_norm.add_and_norm(hidden_states, residual)
-        attended = self.self_attn(positions, normed, forward_batch)
-        normed, residual = self.post_attention_layernorm.add_and_norm(attended, residual)
+        attended = self.self_attn(positions, normed, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_and_norm(
+            attended, pick_rows(residual, rows)
+        )
         return self.mlp(normed), residual
 
 
@@ -156,13 +166,16 @@ class LlamaForCausalLMEagle3(EagleDraftModel):
         hidden_states = self._to_own_width(self._input_hidden_states(forward_batch))
         embeds = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        kept = self._rows_to_keep(forward_batch)
+        for layer, rows in layers_and_rows(self.layers, kept):
             hidden_states, residual = layer(
-                positions, hidden_states, residual, embeds, forward_batch
+                positions, hidden_states, residual, embeds, forward_batch, rows
             )
         normed, stream = self.norm.add_and_norm(hidden_states, residual)
         recurrent = normed if self.draft_config.norm_output else stream
-        return self.logits_processor(input_ids, normed, self.lm_head, forward_batch, recurrent)
+        return self.logits_processor(
+            input_ids, normed, self.lm_head, forward_batch, recurrent, kept is not None
+        )
 
     def _to_own_width(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden]."""

@@ -78,11 +78,14 @@ class MtpDraftModel(EagleDraftModel):
             joined, _ = norms_side_by_side(self.hnorm, features, self.enorm, embedded)
         else:
             joined, _ = norms_side_by_side(self.enorm, embedded, self.hnorm, features)
+        kept = self._rows_to_keep(forward_batch)
         hidden_states, residual = self.layers[0](
-            positions, self.eh_proj(joined), None, forward_batch
+            positions, self.eh_proj(joined), None, forward_batch, kept
         )
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
-        return self.logits_processor(input_ids, normed, self.lm_head, forward_batch)
+        return self.logits_processor(
+            input_ids, normed, self.lm_head, forward_batch, are_picked=kept is not None
+        )
 
     # -- checkpoint names -------------------------------------------------------------------------
 

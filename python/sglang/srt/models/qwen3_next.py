@@ -28,7 +28,7 @@ from sglang.srt.mem_cache.hybrid_kv_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.base import VerifiedRows
-from sglang.srt.models.llama import GatedMLP, LlamaForCausalLM, LlamaModel
+from sglang.srt.models.llama import FinalStates, GatedMLP, LlamaForCausalLM, LlamaModel, pick_rows
 
 # Checkpoints hold the norms' weights less one (but for the norm inside linear attention).
 _NORM_OFFSET = 1.0
@@ -72,9 +72,13 @@ class GatedAttention(nn.Module):
         self._rotary = (rotary,)
 
     def forward(
-        self, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: ForwardBatch
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden_states [n, hidden] -> [n, hidden]. Collective with more than one rank."""
+        """See `LlamaAttention`. Collective with more than one rank."""
         fused, k, v = self.qkv_proj(hidden_states).split(self.qkv_proj.output_sizes, dim=-1)
         # Of each head the query, then its gate.
         q, gate = fused.unflatten(-1, (-1, 2, self._head_dim)).unbind(2)
@@ -82,7 +86,7 @@ class GatedAttention(nn.Module):
         k = self.k_norm(k.unflatten(-1, (-1, self._head_dim))).flatten(-2)
         rotary = self._rotary[0]
         out = self.attn.rotate_and_attend(positions, q, k, v, rotary, forward_batch)
-        return self.o_proj(out * gate.flatten(-2).sigmoid())
+        return self.o_proj(pick_rows(out * gate.flatten(-2).sigmoid(), rows))
 
 
 class SharedExpertMoeBlock(SparseMoeBlock):
@@ -132,15 +136,18 @@ class Qwen3NextDecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
         forward_batch: ForwardBatch,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block output, residual stream before it), [n, hidden] each; their sum goes on."""
+        """See `LlamaDecoderLayer`."""
         normed, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
         if self.linear_attn is not None:
-            mixed = self.linear_attn(normed, forward_batch)
+            mixed = pick_rows(self.linear_attn(normed, forward_batch), rows)
         else:
             assert self.self_attn is not None
-            mixed = self.self_attn(positions, normed, forward_batch)
-        normed, residual = self.post_attention_layernorm.add_and_norm(mixed, residual)
+            mixed = self.self_attn(positions, normed, forward_batch, rows)
+        normed, residual = self.post_attention_layernorm.add_and_norm(
+            mixed, pick_rows(residual, rows)
+        )
         return self.mlp(normed), residual
 
 
@@ -153,7 +160,7 @@ class Qwen3NextModel(LlamaModel):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> FinalStates:
         """See `LlamaModel`."""
         forward_batch.step_states = make_step_states(forward_batch)
         return super().forward(input_ids, positions, forward_batch)
