@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,20 +263,13 @@ class Bench:
     def bare_replay_ms(self, batch: int) -> float:
         """The last decode step alone, in a loop: its graph, or on the CPU the model's forward."""
         graphs = self.runner.decode_runner
-        step: Callable[[], object]
-        if isinstance(graphs, CudaGraphRunner):
-            if batch not in graphs._graphs:
-                return float("nan")
-            step = graphs._graphs[batch].graph.replay
-        else:
-            step = partial(self.runner.forward, self.last_step)
-
-        @torch.inference_mode()
-        def loop() -> None:
-            for _ in range(50):
-                step()
-
-        return timed(loop, 3) / 50 * 1e3
+        with torch.inference_mode(), ExitStack() as stack:
+            step: Callable[[], object] = partial(self.runner.forward, self.last_step)
+            if isinstance(graphs, CudaGraphRunner):
+                if batch not in graphs.batch_sizes:
+                    return float("nan")
+                step = stack.enter_context(graphs.bare_replays(batch))
+            return timed(lambda: [step() for _ in range(50)], 3) / 50 * 1e3
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

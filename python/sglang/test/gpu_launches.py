@@ -25,6 +25,8 @@ from sglang.srt.layers.dispatch import ExpertWeights, KVDestination
 from sglang.srt.layers.mamba.ops import DeltaInputs, StateMove
 from sglang.srt.layers.mamba.step_states import PrefillStates
 from sglang.srt.layers.mamba.triton_ops.linear_attention import TritonLinearAttention
+from sglang.srt.layers.step_frame import DecodeTables, HostRings
+from sglang.srt.layers.triton_ops import step_frame
 from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 from sglang.srt.layers.triton_ops.word_sums import word_sums
@@ -194,6 +196,22 @@ PRODUCTS = [
     Launch("experts, 4,096 tokens", lambda: _experts(4096)),
 ]  # fmt: skip
 
+
+def _rings() -> HostRings:
+    """Page-locked memory is as good as any here."""
+    return HostRings(inputs=_ids(4, 2000), reports=_ids(4, 600), count=_ids(1), received=_ids(2000))
+
+
+def _receive_decode(size: int) -> None:
+    tables = DecodeTables(
+        last_token_ids=_ids(300),
+        req_to_token=torch.empty(300, 8192, dtype=torch.int32),
+        input_ids=_ids(size),
+        positions=_ids(size),
+    )
+    step_frame.receive_decode(_rings(), size, tables)
+
+
 ELEMENTWISE = [
     Launch("norms, a few rows", lambda: _norms(4, 4096)),
     Launch("norms, many rows", lambda: _norms(4096, 2560)),
@@ -206,9 +224,10 @@ ELEMENTWISE = [
            lambda: OPS.take_rows(torch.empty(4096, 4096, dtype=BF16), _ids(64))),
     Launch("sum of rows", lambda: OPS.add_rows(*torch.empty(3, 64, 4096, dtype=BF16))),
     Launch("token ids to the host", lambda: OPS.send_to_host(_ids(2, 64))),
-    Launch(
-        "a captured step's report", lambda: OPS.write_to_place(_ids(128), _ids(4, 512), _ids(1))
-    ),
+    Launch("inputs of a captured step", lambda: step_frame.receive(_rings(), 1576)),
+    Launch("inputs of a captured decode step", lambda: _receive_decode(64)),
+    Launch("choice and report of a captured step", lambda: step_frame.choose_and_report(
+        _rings(), torch.empty(64, 128_256), _ids(64), _ids(300))),
 ]  # fmt: skip
 
 

@@ -397,35 +397,6 @@ def test_results_come_to_the_host(x: torch.Tensor) -> None:
     assert got.device.type == "cpu" and torch.equal(got, x)
 
 
-def test_a_result_goes_to_the_place_that_the_device_names() -> None:
-    """Several blocks, then fewer values than the row has; other places stay as they are."""
-    ring = torch.zeros(3, 3000, dtype=torch.int64, pin_memory=HAS_CUDA)
-    expected = torch.zeros_like(ring)
-    for place, num_values in ((2, 2500), (0, 14)):
-        values = torch.arange(1, num_values + 1)
-        expected[place, :num_values] = values
-        OURS.write_to_place(values.to(DEVICE), ring, torch.tensor([place], device=DEVICE))
-    if HAS_CUDA:
-        torch.cuda.synchronize()
-    assert torch.equal(ring, expected)
-
-
-@pytest.mark.cuda
-def test_a_captured_result_goes_where_the_place_says_at_the_replay() -> None:
-    ring = torch.zeros(3, 8, dtype=torch.int64, pin_memory=True)
-    values, place = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (4, 1))
-    OURS.write_to_place(values, ring, place)  # compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        OURS.write_to_place(values, ring, place)
-    for number in (2, 0, 1):
-        place.fill_(number)
-        values.fill_(5 + number)
-        graph.replay()
-    torch.cuda.synchronize()
-    assert ring.tolist() == [[5 + n] * 4 + [0] * 4 for n in range(3)]
-
-
 @pytest.mark.cuda
 def test_results_do_not_queue_behind_a_backup() -> None:
     backup = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")

@@ -20,6 +20,7 @@ from sglang.srt.layers import logits_processor
 from sglang.srt.layers.attention.triton_ops import paged_attention as launcher
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor import prefill_graph_runner
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -27,7 +28,11 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
-from sglang.srt.model_executor.prefill_graph_runner import PrefillGraphRunner, PrefillStep
+from sglang.srt.model_executor.prefill_graph_runner import (
+    PrefillGraphRunner,
+    PrefillStep,
+    _GraphsOfLayers,
+)
 from sglang.srt.models import llama
 from sglang.test.fakes.eager_graphs import use_eager_graphs
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
@@ -50,7 +55,7 @@ def _platform(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefill_graph_runner, "lens_on_host", lambda lens: None)
 
 
-def make_runner(folder: Path, family: str) -> ModelRunner:
+def make_runner(folder: Path, family: str, num_layers: int = 2) -> ModelRunner:
     config = RunnerConfig(
         load_format="auto",
         attention_backend="triton",
@@ -62,7 +67,7 @@ def make_runner(folder: Path, family: str) -> ModelRunner:
         random_seed=0,
         use_decode_runner=False,
     )
-    model = make_tiny_checkpoint(folder, family, num_hidden_layers=2)
+    model = make_tiny_checkpoint(folder, family, num_hidden_layers=num_layers)
     return ModelRunner(ModelConfig.from_path(str(model), dtype="float32", device=DEVICE), config)
 
 
@@ -206,6 +211,63 @@ def test_logits_are_the_same_where_only_their_rows_go_on(
         assert logits.any()
         torch.testing.assert_close(uncaptured.next_token_logits, logits, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(replayed, logits, atol=1e-4, rtol=1e-4)
+
+
+class LateLoad:
+    """KV of all layers on its way from the host, by a stream that takes its time for each."""
+
+    def __init__(self, pool: KVCache, rows: slice) -> None:
+        self._pool, self._rows = pool, rows
+        self._kept = [buffer[:, rows].clone() for buffer in pool.buffers()]
+        self._done = [torch.cuda.Event() for _ in range(pool.layer_num)]
+        self._stream = torch.cuda.Stream()
+        self.is_waited_for = True
+
+    def begin(self) -> None:
+        for buffer in self._pool.buffers():
+            buffer[:, self._rows] = 0
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for layer, done in enumerate(self._done):
+                torch.cuda._sleep(10_000_000)  # cycles, some 5 ms
+                for buffer, kept in zip(self._pool.buffers(), self._kept, strict=True):
+                    buffer[layer, self._rows] = kept[layer]
+                done.record()
+
+    def wait_until(self, layer_idx: int) -> None:
+        if self.is_waited_for:
+            torch.cuda.current_stream().wait_event(self._done[layer_idx])
+
+    def is_over(self) -> bool:
+        return self._done[-1].query()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_step_waits_for_the_layers_of_each_of_its_graphs(tmp_path: Path) -> None:
+    """And for no others: it has begun when the last layer is still on its way."""
+    runner = make_runner(tmp_path, "llama", num_layers=10)
+    graphs = PrefillGraphRunner(runner, COUNTS, hidden_mode=FULL)
+    pieces = graphs._graphs[8].graph
+    assert isinstance(pieces, _GraphsOfLayers)
+    assert pieces.last_layers == [3, 7, 9] and len(pieces.graphs) == 3
+    runner.prefill_runner = graphs
+    steps = steps_of(runner)
+    forward(runner, batch_of(runner, steps[0]))
+    load = LateLoad(runner.token_to_kv_pool, slice(PAGE, PAGE + 4 * SLOTS_EACH))
+    expected = forward(runner, batch_of(runner, steps[1])).next_token_logits.clone()
+    runner.token_to_kv_pool.register_layer_transfer_counter(load)
+    for is_waited_for in (True, False):
+        load.is_waited_for = is_waited_for
+        torch.cuda.synchronize()
+        load.begin()
+        output = forward(runner, staged_batch(runner, graphs, steps[1]))
+        assert not load.is_over(), "nobody waits on the host"
+        logits = output.next_token_logits.clone()
+        torch.cuda.current_stream().synchronize()
+        is_equal = torch.allclose(logits, expected, atol=1e-4, rtol=1e-4)
+        assert is_equal == load.is_over() == is_waited_for
+    torch.cuda.synchronize()
 
 
 def test_one_long_request_is_divided_as_without_padding(

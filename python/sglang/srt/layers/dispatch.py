@@ -160,14 +160,6 @@ class Ops(Protocol):
         """
         ...
 
-    def write_to_place(self, x: torch.Tensor, ring: torch.Tensor, place: torch.Tensor) -> None:
-        """x, int64 [n], to the first columns of row `place` of a ring in page-locked host memory.
-
-        `place` int64 [1] on the device: it may be another one each time a captured call is
-        replayed. There once an event recorded after the call has passed.
-        """
-        ...
-
 
 class TorchOps:
     """Plain PyTorch, any device and dtype. The reference for every other set."""
@@ -287,9 +279,6 @@ class TorchOps:
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         return x.to("cpu", non_blocking=True)
 
-    def write_to_place(self, x: torch.Tensor, ring: torch.Tensor, place: torch.Tensor) -> None:
-        ring[:, : len(x)].index_copy_(0, place.to("cpu"), x.to("cpu").unsqueeze(0))
-
 
 class CpuFloat32Ops(TorchOps):
     """Float32 on the CPU, through `layers.cpu.ops` (own kernels where they could be built)."""
@@ -382,11 +371,6 @@ def add_rows(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
 def send_to_host(x: torch.Tensor) -> torch.Tensor:
     """`Ops.send_to_host` of the device's own set, whatever the dtype."""
     return _ops_of_device(x).send_to_host(x)
-
-
-def write_to_place(x: torch.Tensor, ring: torch.Tensor, place: torch.Tensor) -> None:
-    """`Ops.write_to_place` of the device's own set."""
-    _ops_of_device(x).write_to_place(x, ring, place)
 
 
 def _ops_of_device(x: torch.Tensor) -> Ops:

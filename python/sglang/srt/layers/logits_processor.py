@@ -37,8 +37,22 @@ MIN_DROPPED_ROWS = 256
 class HostReport(NamedTuple):
     """Of a captured step: its largest logits on their way to the host, there once `done` passed."""
 
-    values: torch.Tensor  # int64 [2, b or more]: token ids; 1 where a row has NaN or +inf
+    # int64 [1 + 2 c], c requests or room for them: number that the step was given; token ids; 1
+    # where a row has NaN or +inf.
+    values: torch.Tensor
+    number: int  # of the step, as the host counts
     done: Any  # platform event
+
+    def read(self, num_reqs: int) -> tuple[list[int], list[int]]:
+        """Token ids and flags of the first requests, once `done` has passed.
+
+        RuntimeError: it is the report of another step.
+        """
+        values = self.values.tolist()
+        if values[0] != self.number:
+            raise RuntimeError(f"the report of step {self.number} is that of step {values[0]}")
+        flags = 1 + len(values) // 2
+        return values[1 : 1 + num_reqs], values[flags : flags + num_reqs]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -95,17 +95,17 @@ class GenerationBatchResult:
         """Wait for the step and return its host values."""
         if self.copy_done is not None:
             self.was_done = self.copy_done.query()
-            self.copy_done.synchronize()
+            if not self.was_done:
+                self.copy_done.synchronize()
         self.ended_at = time.perf_counter()
         accept_lens = None if self.accept_lens is None else self.accept_lens.tolist()
         if self.report is not None:
-            num_reqs = self.next_token_ids.shape[0]
-            tokens, nan_rows = self.report.values.tolist()
-            tokens, nan_rows = tokens[:num_reqs], nan_rows[:num_reqs]
+            tokens, nan_rows = self.report.read(self.next_token_ids.shape[0])
         else:
-            tokens = self.next_token_ids.tolist()
+            rows: list[Any] = self.next_token_ids.tolist()
+            tokens = rows
             if accept_lens is not None:
-                tokens = [token for row, count in zip(tokens, accept_lens) for token in row[:count]]
+                tokens = [token for row, count in zip(rows, accept_lens) for token in row[:count]]
             nan_rows = self.nan_rows.tolist() if self.nan_rows is not None else []
         return ResolvedTokens(
             next_token_ids=tokens,

@@ -53,9 +53,9 @@ class HybridLinearKVPool(KVCache):
         """See ``KVCache``. The states' copies are waited for by ``mamba_pool``'s own counter."""
         self.full_kv_pool.register_layer_transfer_counter(counter)
 
-    def wait_for_loads(self) -> None:
+    def wait_until(self, layer_idx: int) -> None:
         """See ``KVCache``; of the attention layers."""
-        self.full_kv_pool.wait_for_loads()
+        self.full_kv_pool.wait_until(layer_idx)
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """See ``KVCache``."""

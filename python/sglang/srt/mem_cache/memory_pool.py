@@ -208,13 +208,13 @@ class KVCache(ABC):
     def _loaded_layer(self, layer_id: int) -> int:
         """Map a model layer to this pool's, after its rows have arrived."""
         layer_idx = self._local_layer(layer_id)
-        if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(layer_idx + self.layer_in_stack)
+        self.wait_until(layer_idx + self.layer_in_stack)
         return layer_idx
 
-    def wait_for_loads(self) -> None:
-        """Wait until all layers' rows have arrived from the host, as ``get_*_buffer`` for one."""
-        self._loaded_layer(self.start_layer + self.layer_num - 1)
+    def wait_until(self, layer_idx: int) -> None:
+        """Wait for a load as its counter counts layers; ``get_*_buffer`` do so for their own."""
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer_idx)
 
     def layer_view(self, layer_idx: int) -> KVCache:
         """One local layer as a pool of its own, in the same memory; its only layer is number 0.

@@ -74,10 +74,9 @@ class SWAKVPool(KVCache):
         self.full_kv_pool.register_layer_transfer_counter(counter)
         self.swa_kv_pool.register_layer_transfer_counter(counter)
 
-    def wait_for_loads(self) -> None:
-        """See ``KVCache``; of both pools."""
-        self.full_kv_pool.wait_for_loads()
-        self.swa_kv_pool.wait_for_loads()
+    def wait_until(self, layer_idx: int) -> None:
+        """See ``KVCache``; both pools have the same counter."""
+        self.full_kv_pool.wait_until(layer_idx)
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """See ``KVCache``; of the full pool, which is what slots number."""

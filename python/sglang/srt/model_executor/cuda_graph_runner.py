@@ -8,11 +8,14 @@ thread only; with several ranks capture and `run` are collective.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.step_frame import DecodeTables, receive_decode
 from sglang.srt.model_executor.decode_runner import StagedStep
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_capture import (
@@ -48,7 +51,7 @@ def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None)
 
 
 class _StaticInputs:
-    """What captured steps read. A step of size b has 3 * b packed values, as [3, b].
+    """What captured steps work on. A step of size b has 3 * b packed values, as [3, b].
 
     All tensors stay where they are, and so do views of them.
     """
@@ -56,22 +59,21 @@ class _StaticInputs:
     def __init__(self, max_size: int, padding_row: int, device: torch.device) -> None:
         self._padding = np.array([[padding_row], [_PADDING_SEQ_LEN], [_PADDING_SLOT]])
         self.exchange = HostExchange(3 * max_size, max_size, device)
-        self._input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self.input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._steps: dict[tuple[int, int], StagedStep] = {}  # by size and number of requests
 
     def fill(self, step: np.ndarray, size: int) -> None:
-        """Copy a step, int64 [3, b], and neutral requests up to `size`, in stream order."""
+        """Leave a step, int64 [3, b], and neutral requests up to `size`, for the next replay."""
         num_reqs = step.shape[1]
         values = self.exchange.begin(3 * size).reshape(3, size)
         values[:, :num_reqs] = step
         if num_reqs < size:
             values[:, num_reqs:] = self._padding
-        self.exchange.send(3 * size)
 
-    def neutral(self, size: int) -> None:
-        """Make all requests of a size neutral ones."""
-        self.fill(np.empty((3, 0), dtype=np.int64), size)
+    def neutral(self, size: int) -> np.ndarray:
+        """The packed values of neutral requests only."""
+        return np.repeat(self._padding, size, axis=1).reshape(-1)
 
     def of_size(self, size: int, num_reqs: int) -> StagedStep:
         """The first requests of a size."""
@@ -87,8 +89,8 @@ class _StaticInputs:
             req_pool_indices=rows,
             seq_lens=seq_lens,
             out_cache_loc=slots,
-            input_ids=self._input_ids[:num_reqs],
-            positions=self._positions[:num_reqs],
+            input_ids=self.input_ids[:num_reqs],
+            positions=self.positions[:num_reqs],
         )
 
 
@@ -145,6 +147,13 @@ class CudaGraphRunner:
         self.num_steps += 1
         return output
 
+    @contextmanager
+    def bare_replays(self, size: int) -> Iterator[Callable[[], None]]:
+        """The last step again, which was of this size, as often as wanted; to time it alone."""
+        values = self._inputs.exchange.on_device[: 3 * size].cpu().numpy()
+        with self._inputs.exchange.uncounted(values):
+            yield self._graphs[size].graph.replay
+
     # -- capture --------------------------------------------------------------------------------
 
     def _capture_all(self, show_progress: bool) -> None:
@@ -159,22 +168,22 @@ class CudaGraphRunner:
         )
 
     def _capture(self, size: int) -> None:
-        self._inputs.neutral(size)
-        graph, outputs = capture(lambda: self._step(size), self.memory)
+        with self._inputs.exchange.uncounted(self._inputs.neutral(size)):
+            graph, outputs = capture(lambda: self._step(size), self.memory)
         self._graphs[size] = CapturedStep(graph, outputs)
-        self._inputs.exchange.end(size)
 
     def _step(self, size: int) -> StepOutputs:
         """A step from its static inputs: all that happens on the device."""
-        runner, batch = self._runner, self._static_batch(size)
-        torch.sub(batch.seq_lens, 1, out=batch.positions)
-        torch.index_select(runner.last_token_ids, 0, batch.req_pool_indices, out=batch.input_ids)
-        runner.req_to_token_pool.write_device(
-            batch.req_pool_indices, batch.positions, batch.out_cache_loc
+        runner, inputs = self._runner, self._inputs
+        tables = DecodeTables(
+            last_token_ids=runner.last_token_ids,
+            req_to_token=runner.req_to_token_pool.req_to_token,
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
         )
-        outputs = forward_and_choose(runner, batch, batch.req_pool_indices)
-        self._inputs.exchange.write_report(outputs.report, 3 * size)
-        return outputs
+        receive_decode(inputs.exchange.rings, size, tables)
+        batch = self._static_batch(size)
+        return forward_and_choose(runner, batch, batch.req_pool_indices, inputs.exchange.rings)
 
     def _static_batch(self, size: int) -> ForwardBatch:
         inputs = self._inputs.of_size(size, size)

@@ -19,13 +19,15 @@ import torch
 from tqdm import tqdm
 
 from sglang.srt.layers.attention.base import AttentionBackend
-from sglang.srt.layers.dispatch import checked_argmax
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.step_frame import HostRings, choose_and_report
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import use_attention_backend
 
 T = TypeVar("T")
+# Called by a function that is captured, between two parts of its work: whether a new graph begins.
+Cut = Callable[[], bool]
 
 # cuBLASLt picks the faster kernels for a few dozen rows. It takes longer to pick, which a graph
 # pays once; steps that are not captured keep the default.
@@ -109,9 +111,9 @@ class CapturedStep:
 
 
 def forward_and_choose(
-    runner: GraphableRunner, batch: ForwardBatch, rows: torch.Tensor
+    runner: GraphableRunner, batch: ForwardBatch, rows: torch.Tensor, rings: HostRings
 ) -> StepOutputs:
-    """A forward pass and the largest logits, noted as the requests' last tokens.
+    """A forward pass and the largest logits: noted as the requests' last tokens, and reported.
 
     `rows` int64 [b]: of the request table, one for each row of logits. The tokens are right for
     greedy requests; the sampler's choice is written over them.
@@ -119,11 +121,10 @@ def forward_and_choose(
     runner.attn_backend.init_forward_metadata(batch)
     with use_attention_backend(runner.attn_backend):
         output = runner.model(batch.input_ids, batch.positions, batch)
-    token_ids, unusable_rows = checked_argmax(output.next_token_logits)
-    runner.last_token_ids.index_copy_(0, rows, token_ids)
+    logits = output.next_token_logits
     return StepOutputs(
-        logits=output.next_token_logits,
-        report=torch.stack((token_ids, unusable_rows.to(torch.int64))),
+        logits=logits,
+        report=choose_and_report(rings, logits, rows, runner.last_token_ids),
         hidden_states=output.hidden_states,
     )
 
@@ -165,17 +166,40 @@ def capture(function: Callable[[], T], memory: GraphMemory) -> tuple[ReplayableG
 
     The function runs twice before.
     """
+    graphs, outputs = capture_in_pieces(lambda cut: function(), memory)
+    return graphs[0], outputs
+
+
+def capture_in_pieces(
+    function: Callable[[Cut], T], memory: GraphMemory
+) -> tuple[Sequence[ReplayableGraph], T]:
+    """`capture` as several graphs, to be replayed in order: one ends where the function cuts.
+
+    What the function has made so far lives on from one to the next.
+    """
+    graphs = [torch.cuda.CUDAGraph()]
+
+    def cut() -> bool:
+        graphs[-1].capture_end()
+        graphs.append(torch.cuda.CUDAGraph())
+        graphs[-1].capture_begin(pool=memory.pool)
+        return True
+
     stream = memory.stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Compiles kernels and allocates workspaces, which must not happen in a capture.
         for _ in range(2):
-            function()
+            function(lambda: False)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graphs[-1].capture_begin(pool=memory.pool)
+        try:
+            outputs = function(cut)
+        finally:
+            graphs[-1].capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory.pool, stream=stream):
-        outputs = function()
-    return graph, outputs
+    return graphs, outputs
 
 
 def capture_sizes(

@@ -9,14 +9,15 @@ in the padding row of the request table: it reads and writes the dummy slot, and
     tokens    [those of the real ones, in order ...... | padding]
 
 Owns the static inputs and the graphs. Lengths and prefixes are read on the device, so one graph
-serves every division of its tokens. Inside a graph nobody waits for loads of single layers: a
-replay waits for whole loads. Absent on CPU. Scheduler thread only; with several ranks capture and
-`run` are collective.
+serves every division of its tokens. Inside a graph nobody can wait for KV that is on its way from
+the host: a step is a few graphs, each of a few layers, and waits for those in front of each. Absent
+on CPU. Scheduler thread only; with several ranks capture and `run` are collective.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ import numpy as np
 import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.step_frame import receive
 from sglang.srt.mem_cache.hybrid_kv_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -32,10 +35,12 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.graph_capture import (
     CapturedStep,
+    Cut,
     GraphableRunner,
     GraphMemory,
+    ReplayableGraph,
     StepOutputs,
-    capture,
+    capture_in_pieces,
     capture_sizes,
     forward_and_choose,
     lens_on_host,
@@ -54,6 +59,9 @@ _REQUEST_VALUES = 5
 # Values of a token: id, position, slot.
 _TOKEN_VALUES = 3
 _PADDING_SLOT = 0
+# Layers of a graph: what is left to compute when the last layer's KV has come from the host. Of
+# a large model they take half a millisecond, and a launch 10 us.
+_LAYERS_PER_GRAPH = 4
 
 
 def capture_token_counts(max_tokens: int, requested: list[int] | None = None) -> list[int]:
@@ -133,7 +141,7 @@ class PrefillGraphRunner:
         self._capture_all(show_progress)
 
     def stage(self, step: PrefillStep, hidden_mode: CaptureHiddenMode) -> StagedPrefill | None:
-        """Put the inputs of the coming step where a captured one reads them, by one copy.
+        """Put the inputs of the coming step where a captured one fetches them.
 
         None where no such step is captured; else a batch of these inputs must run next.
         """
@@ -168,8 +176,6 @@ class PrefillGraphRunner:
 
         The output is valid until the next replay, in stream order.
         """
-        # Of all layers: a graph does not stop in front of each.
-        batch.token_to_kv_pool.wait_for_loads()
         step = self._graphs[self._size_of[batch.num_tokens]]
         output = step.replay(batch.batch_size)
         output.greedy_report = self._exchange.end(MAX_REQUESTS)
@@ -181,10 +187,12 @@ class PrefillGraphRunner:
     # -- inputs ---------------------------------------------------------------------------------
 
     def _fill(self, step: PrefillStep, size: int) -> None:
-        """One copy to the device of the step and its padding."""
+        """Leave the step and its padding for the next replay."""
+        self._pack(step, self._exchange.begin(_num_values(size)), size)
+
+    def _pack(self, step: PrefillStep, values: np.ndarray, size: int) -> None:
         num_tokens, num_reqs = len(step.input_ids), len(step.seq_lens)
         num_padding = size - num_tokens
-        values = self._exchange.begin(_num_values(size))
         requests, tokens = _divide(values, size)
         requests[0] = self._runner.req_to_token_pool.padding_row
         requests[1:] = 0
@@ -200,7 +208,6 @@ class PrefillGraphRunner:
         tokens[0, num_tokens:] = 0
         tokens[1, num_tokens:] = np.arange(num_padding)
         tokens[2, num_tokens:] = _PADDING_SLOT
-        self._exchange.send(len(values))
 
     def _inputs_of(self, size: int) -> _Inputs:
         return _Inputs(*_divide(self._exchange.on_device[: _num_values(size)], size))
@@ -221,16 +228,33 @@ class PrefillGraphRunner:
         )
 
     def _capture(self, size: int) -> None:
-        self._fill(_no_requests(), size)
-        graph, outputs = capture(lambda: self._step(size), self._memory)
+        nobody = np.empty(_num_values(size), dtype=np.int64)
+        self._pack(_no_requests(), nobody, size)
+        with self._exchange.uncounted(nobody):
+            graph, outputs = self._capture_in_pieces(size)
         self._graphs[size] = CapturedStep(graph, outputs)
-        self._exchange.end(MAX_REQUESTS)
+
+    def _capture_in_pieces(self, size: int) -> tuple[_GraphsOfLayers, StepOutputs]:
+        pool = self._runner.token_to_kv_pool
+        watch = _LoadWatch()
+
+        def step(cut: Cut) -> StepOutputs:
+            watch.begin(cut)
+            return self._step(size)
+
+        pool.register_layer_transfer_counter(watch)  # the real one comes later
+        try:
+            graphs, outputs = capture_in_pieces(step, self._memory)
+        finally:
+            pool.register_layer_transfer_counter(None)
+        return _GraphsOfLayers(pool, graphs, watch.last_layers), outputs
 
     def _step(self, size: int) -> StepOutputs:
+        rings = self._exchange.rings
+        receive(rings, _num_values(size))
         batch = self._static_batch(size)
-        outputs = forward_and_choose(self._runner, batch, batch.req_pool_indices[:MAX_REQUESTS])
-        self._exchange.write_report(outputs.report, _num_values(size))
-        return outputs
+        rows = batch.req_pool_indices[:MAX_REQUESTS]
+        return forward_and_choose(self._runner, batch, rows, rings)
 
     def _static_batch(self, size: int) -> ForwardBatch:
         requests, tokens = self._inputs_of(size)
@@ -254,6 +278,45 @@ class PrefillGraphRunner:
             capture_hidden_mode=self.hidden_mode,
             logits_rows=ends[:MAX_REQUESTS],
         )
+
+
+class _LoadWatch:
+    """Stands for the counter of loads in a capture, and cuts it in front of every few layers."""
+
+    def __init__(self) -> None:
+        self.last_layers: list[int] = []  # of each graph, as the counter of loads counts
+
+    def begin(self, cut: Cut) -> None:
+        """A run of the step begins."""
+        self._cut = cut
+        self._layers: set[int] = set()
+        self.last_layers = [0]
+
+    def wait_until(self, layer_idx: int) -> None:
+        """See `LayerTransferCounter`."""
+        if layer_idx in self._layers:
+            return
+        if len(self._layers) >= _LAYERS_PER_GRAPH and self._cut():
+            self._layers.clear()
+            self.last_layers.append(0)
+        self._layers.add(layer_idx)
+        self.last_layers[-1] = max(self.last_layers[-1], layer_idx)
+
+
+class _GraphsOfLayers:
+    """The graphs of a step. A `ReplayableGraph`."""
+
+    def __init__(
+        self, pool: KVCache, graphs: Sequence[ReplayableGraph], last_layers: list[int]
+    ) -> None:
+        self._pool = pool
+        self.graphs = graphs
+        self.last_layers = last_layers
+
+    def replay(self) -> None:
+        for graph, last_layer in zip(self.graphs, self.last_layers, strict=True):
+            self._pool.wait_until(last_layer)
+            graph.replay()
 
 
 def why_not_captured(runner: GraphableRunner) -> str | None:

@@ -12,17 +12,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 
 from sglang.srt.layers.attention.torch_native import TorchNativeBackend
 from sglang.srt.layers.dispatch import TorchOps
+from sglang.srt.layers.logits_processor import HostReport
 from sglang.srt.mem_cache.hicache_transfer import LayerDoneCounter
 from sglang.srt.model_executor import cuda_graph_runner, graph_capture, prefill_graph_runner
-from sglang.srt.model_executor.graph_capture import GraphMemory
+from sglang.srt.model_executor.graph_capture import Cut, GraphMemory
+from sglang.srt.model_executor.host_exchange import NUM_PLACES, HostExchange
 from sglang.srt.speculative import spec_graph_runner
 
 if TYPE_CHECKING:  # a benchmark uses this too, which does not need the test tools
@@ -67,6 +71,14 @@ def capture(function: Callable[[], T], memory: GraphMemory) -> tuple[EagerGraph,
     return EagerGraph(function, outputs, _graphs.setdefault(memory, WeakSet())), outputs
 
 
+def capture_in_pieces(
+    function: Callable[[Cut], T], memory: GraphMemory
+) -> tuple[list[EagerGraph], T]:
+    """As `graph_capture.capture_in_pieces`, in one piece."""
+    graph, outputs = capture(lambda: function(lambda: False), memory)
+    return [graph], outputs
+
+
 @contextlib.contextmanager
 def _nothing(num_rows: int = 0) -> Iterator[None]:
     with torch.inference_mode():
@@ -75,8 +87,9 @@ def _nothing(num_rows: int = 0) -> Iterator[None]:
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all kinds of steps be captured on the CPU; copies to the host become copies."""
-    for user in (cuda_graph_runner, prefill_graph_runner, spec_graph_runner):
+    for user in (cuda_graph_runner, spec_graph_runner):
         monkeypatch.setattr(user, "capture", capture)
+    monkeypatch.setattr(prefill_graph_runner, "capture_in_pieces", capture_in_pieces)
     monkeypatch.setattr(graph_capture, "capturing", _nothing)
     monkeypatch.setattr(graph_capture, "products_of", _nothing)
     monkeypatch.setattr(TorchNativeBackend, "captures_prefill", True)
@@ -88,6 +101,19 @@ class _EmptyGraph:
         return
 
 
+class _ExchangeAlone(HostExchange):
+    """Of steps that do nothing: says itself that they were there."""
+
+    def end(self, num_reported: int) -> HostReport:
+        report = super().end(num_reported)
+        self._reports_on_host[report.number % NUM_PLACES, 0] = report.number
+        return report
+
+    @cached_property
+    def _reports_on_host(self) -> np.ndarray:
+        return self.rings.reports.numpy()
+
+
 @contextlib.contextmanager
 def empty_graphs() -> Iterator[None]:
     """What is captured meanwhile becomes decode graphs that cost nothing and compute nothing."""
@@ -95,6 +121,7 @@ def empty_graphs() -> Iterator[None]:
         mock.patch.object(
             cuda_graph_runner, "capture", lambda step, memory: (_EmptyGraph(), step())
         ),
+        mock.patch.object(cuda_graph_runner, "HostExchange", _ExchangeAlone),
         mock.patch.object(graph_capture, "capturing", _nothing),
         mock.patch.object(graph_capture, "products_of", _nothing),
     ):

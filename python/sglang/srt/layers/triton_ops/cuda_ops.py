@@ -16,7 +16,7 @@ from sglang.srt.layers.triton_ops.activation import gate_and_mul
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.gemv import gemv
 from sglang.srt.layers.triton_ops.gemv import is_worthwhile as gemv_is_worthwhile
-from sglang.srt.layers.triton_ops.host_write import write_to_host, write_to_place
+from sglang.srt.layers.triton_ops.host_write import write_to_host
 from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, norms_side_by_side, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
@@ -127,9 +127,6 @@ class CudaOps:
 
     def send_to_host(self, x: torch.Tensor) -> torch.Tensor:
         return write_to_host(x)
-
-    def write_to_place(self, x: torch.Tensor, ring: torch.Tensor, place: torch.Tensor) -> None:
-        write_to_place(x, ring, place)
 
 
 def _own_product(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:

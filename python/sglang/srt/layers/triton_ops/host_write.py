@@ -23,29 +23,6 @@ def _write_kernel(
     tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_elements", "row_size"])
-def _write_row_kernel(
-    source: tl.tensor,
-    ring: tl.tensor,
-    row: tl.tensor,
-    num_elements: tl.tensor,
-    row_size: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_elements
-    start = tl.load(row) * row_size
-    tl.store(ring + start + place, tl.load(source + place, mask=inside), mask=inside)
-
-
-def write_to_place(source: torch.Tensor, ring: torch.Tensor, place: torch.Tensor) -> None:
-    """See `dispatch.Ops`. Allocates nothing, so it can be captured."""
-    num_elements = source.numel()
-    _write_row_kernel[(triton.cdiv(num_elements, _BLOCK),)](
-        source, ring, place, num_elements, ring.stride(0), BLOCK=_BLOCK, num_warps=4
-    )
-
-
 def write_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in page-locked memory, there once an event recorded after the call has passed.
 
