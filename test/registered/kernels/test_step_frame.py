@@ -127,13 +127,14 @@ def test_replays_take_their_inputs_from_the_host_and_leave_reports_there() -> No
     )
     logits = torch.zeros(2, 5000, device=DEVICE)
     last = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    ones = torch.ones(2, device=DEVICE)
 
     def step() -> None:
         """Two requests, whose next tokens are among their inputs."""
         kernels.receive(rings, 6)
         values = rings.received[HEAD:]
         logits.zero_()
-        logits[values[:2], values[2:4]] = 1.0
+        logits[values[:2], values[2:4]] = ones
         kernels.choose_and_report(rings, logits, values[:2], last)
 
     for _ in range(2):

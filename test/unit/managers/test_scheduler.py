@@ -520,3 +520,20 @@ def test_hostile_control_requests_are_answered_not_fatal(monkeypatch):
     harness.generate("r", [1, 2, 3], 3)
     harness.run_until_idle()
     assert harness.tokens("r") == _expected([1, 2, 3], 3)
+
+
+def test_clients_have_their_tokens_before_the_cache_takes_the_sequence():
+    harness = SchedulerHarness()
+    cached_when_sent = []
+    send = harness._on_output
+
+    def on_output(message: Any) -> None:
+        cached_when_sent.append(harness.tree.total_size())
+        send(message)
+
+    harness.scheduler.streamer._send = on_output
+    harness.generate("r", range(1, 17), 3, stream=True, ignore_eos=True)
+    harness.run_until_idle()
+    assert cached_when_sent == [0, 16, 16]
+    assert harness.tree.total_size() == 18  # the last token has no KV
+    assert len(harness.tokens("r")) == 3 and _end(harness, "r")["type"] == "length"

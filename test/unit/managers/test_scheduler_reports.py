@@ -195,3 +195,21 @@ def test_every_gauge_has_a_value_from_somewhere(monkeypatch: pytest.MonkeyPatch)
     watched.harness.run_until_idle()
     follow_others = {"full_token_usage", "kv_used_tokens"}
     assert given and all(names | follow_others == set(SchedulerStats.__slots__) for names in given)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefill_is_reported_once_it_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    watched = Watched(monkeypatch, overlap=overlap)
+    launch = watched.harness.worker.forward_batch_generation
+    shown_at_launch = []
+
+    def forward_batch_generation(batch: Any) -> Any:
+        shown_at_launch.append(watched["num_running_reqs"])
+        return launch(batch)
+
+    watched.harness.worker.forward_batch_generation = forward_batch_generation
+    watched.start("a")
+    watched.harness.step()
+    assert shown_at_launch == [0] and watched["num_running_reqs"] == 1

@@ -492,6 +492,30 @@ def test_who_leaves_is_counted(
     run_with_front(tmp_path, body)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_ends_is_counted_behind_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    registry = CollectorRegistry()
+
+    def num_requests() -> float:
+        keys = {"model_name": "m", "engine_type": "unified", "priority": ""}
+        keys["is_streaming"] = str(stream).lower()
+        return registry.get_sample_value("sglang:num_requests_total", keys) or 0.0
+
+    async def body(front: Front) -> None:
+        front.manager.metrics = TokenizerMetrics(TokenizerLabels(model_name="m"), registry=registry)
+        request = GenerateReqInput(text="abc", stream=stream, sampling_params=FOUR)
+        async for answer in front.manager.generate_request(request):
+            last = answer
+        assert last["text"] == "abca" and num_requests() == 0
+        await asyncio.sleep(0)  # whatever comes next on this loop finds it counted
+        assert num_requests() == 1
+
+    run_with_front(tmp_path, body)
+
+
 def test_cancelled_handler_aborts(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         front.scheduler.step_s = 0.01

@@ -68,11 +68,19 @@ class BatchResultProcessor:
         if batch.traits.wants_logprobs:
             logprobs = _OutputLogprobs(result.logits_output, result.tokens_per_req)
         if batch.forward_mode is ForwardMode.EXTEND:
-            self._process_prefill(batch, result.logits_output, tokens, logprobs, now)
+            settled = self._process_prefill(batch, result.logits_output, tokens, logprobs, now)
         elif tokens.is_plain and logprobs is None and not batch.traits.wants_hidden_states:
-            self._process_plain_decode(batch, tokens)
+            settled = self._process_plain_decode(batch, tokens)
         else:
-            self._process_decode(batch, result.logits_output, tokens, logprobs)
+            settled = self._process_decode(batch, result.logits_output, tokens, logprobs)
+        if settled:
+            # The cache takes its time over long sequences: clients have their tokens before.
+            self.streamer.flush()
+        for req in settled:
+            if req.finished:
+                self._release(req)
+            else:
+                self.tree_cache.cache_unfinished_req(req)
 
     def _process_prefill(
         self,
@@ -81,7 +89,9 @@ class BatchResultProcessor:
         tokens: ResolvedTokens,
         logprobs: _OutputLogprobs | None,
         now: float,
-    ) -> None:
+    ) -> list[Req]:
+        """Returns the requests whose prompt is complete, for the cache."""
+        complete: list[Req] = []
         for index, (req, new_ids) in enumerate(zip(batch.reqs, _per_request(batch, tokens))):
             # A request may have ended (been aborted) while this step was on the device.
             if req.finished:
@@ -93,9 +103,9 @@ class BatchResultProcessor:
                 continue
             self._end_of_prefill(req, now)
             self._advance(req, index, new_ids, tokens, logprobs, commits=False)
-            if not req.finished:
-                self.tree_cache.cache_unfinished_req(req)
-                self.streamer.add(req)
+            self.streamer.add(req)
+            complete.append(req)
+        return complete
 
     def _process_decode(
         self,
@@ -103,7 +113,9 @@ class BatchResultProcessor:
         logits: LogitsProcessorOutput,
         tokens: ResolvedTokens,
         logprobs: _OutputLogprobs | None,
-    ) -> None:
+    ) -> list[Req]:
+        """Returns the requests that ended."""
+        ended: list[Req] = []
         for index, (req, new_ids) in enumerate(zip(batch.reqs, _per_request(batch, tokens))):
             if req.finish_reason is not None:
                 continue
@@ -112,11 +124,16 @@ class BatchResultProcessor:
             if tokens.accept_lens is not None:
                 self._count_drafts(req, batch, len(new_ids))
             self._advance(req, index, new_ids, tokens, logprobs, commits=True)
-            if req.stream and req.finish_reason is None:
+            if req.finish_reason is not None:
+                ended.append(req)
                 self.streamer.add(req)
+            elif req.stream:
+                self.streamer.add(req)
+        return ended
 
-    def _process_plain_decode(self, batch: ScheduleBatch, tokens: ResolvedTokens) -> None:
+    def _process_plain_decode(self, batch: ScheduleBatch, tokens: ResolvedTokens) -> list[Req]:
         """`_process_decode` of a step that brought one good token a request and nothing else."""
+        ended: list[Req] = []
         num_kept = 0
         for index, (req, token_id) in enumerate(zip(batch.reqs, tokens.next_token_ids)):
             if req.finish_reason is not None:
@@ -133,9 +150,13 @@ class BatchResultProcessor:
                 req.num_pending_tokens -= 1
                 req.kv_committed_len += 1
                 num_kept += 1
-            if req.stream and req.finish_reason is None:
+            if req.finish_reason is not None:
+                ended.append(req)
+                self.streamer.add(req)
+            elif req.stream:
                 self.streamer.add(req)
         self.num_generated_tokens += num_kept
+        return ended
 
     def _count_drafts(self, req: Req, batch: ScheduleBatch, num_accepted: int) -> None:
         if req.spec is None:
@@ -156,7 +177,7 @@ class BatchResultProcessor:
         logprobs: _OutputLogprobs | None,
         commits: bool,
     ) -> None:
-        """Append accepted tokens up to the request's end, which releases it.
+        """Append accepted tokens up to the request's end; its memory stays as it is.
 
         `commits`: the step has written KV for as many tokens as are kept.
         """
@@ -178,8 +199,6 @@ class BatchResultProcessor:
             logprobs.add_to(req, index, num_kept)
         if commits:
             req.kv_committed_len += num_kept
-        if req.finish_reason is not None:
-            self.release_finished(req)
 
     def _check_finish(
         self, req: Req, index: int, new_ids: list[int], tokens: ResolvedTokens
@@ -231,13 +250,17 @@ class BatchResultProcessor:
 
     def release_finished(self, req: Req) -> None:
         """Release a request whose `finish_reason` is set, and tell its client."""
+        self._release(req)
+        self.streamer.add(req)
+
+    def _release(self, req: Req) -> None:
+        """Take the memory of a request whose client has been told of its end."""
         self.num_released += 1
         # A probe of the server's health must not leave traces in the cache, nor KV that may hold
         # the NaN that its logits had.
         insert = not req.is_health_check and not is_nan_stop(req.finish_reason)
         self.release_memory(req, insert=insert)
         req.set_status(ReqStatus.FINISHED)
-        self.streamer.add(req)
 
     def release_memory(self, req: Req, *, insert: bool) -> None:
         """Hand a request's KV to the prefix cache (`insert`) or free it; free its row."""
@@ -279,7 +302,7 @@ class BatchResultProcessor:
             return
         start, delta = req.logprob_start_len, state.pending
         state.input_done = True
-        delta.input_idx = array("i", req.origin_input_ids[start:] if start >= 0 else [])
+        delta.input_idx = req.origin_input_ids[start:] if start >= 0 else array("i")
         has_any = len(delta.input_idx) > 0
         delta.input_val = [None, *state.input_val] if has_any else []
         if req.top_logprobs_num > 0:

@@ -32,27 +32,32 @@ class LaunchPacer:
     def __init__(self) -> None:
         self._kind: Hashable = None
         self._ended_at = 0.0
+        self._launched_at = 0.0  # the step in flight
         self._durations: deque[float] = deque(maxlen=_NUM_STEPS)
         self._launches: deque[float] = deque(maxlen=_NUM_STEPS)
         self._in_flight: Hashable = None
         self._caution_s = 0.0
 
-    def on_launch(self, kind: Hashable, host_s: float) -> None:
-        """A step was queued; choosing and queueing it took the host so long."""
+    def on_launch(self, kind: Hashable, launched_at: float, host_s: float) -> None:
+        """A step was queued at this time; choosing and queueing it took the host so long."""
+        self._launched_at = launched_at
         if kind != self._in_flight:
             self._in_flight = kind
             self._launches.clear()
         self._launches.append(host_s)
 
-    def on_result(self, kind: Hashable, ended_at: float, was_late: bool = False) -> None:
-        """A step's results had come to the host at this time; `was_late`: before we waited."""
+    def on_result(
+        self, kind: Hashable, launched_at: float, ended_at: float, was_late: bool = False
+    ) -> None:
+        """The results of a step had come to the host; `was_late`: before we waited for them."""
         if was_late:
             more = max(2 * self._caution_s, _LEAST_CAUTION_S)
             self._caution_s = min(more, _MOST_CAUTION_S)
         else:
             self._caution_s *= _FADING
         if kind == self._kind:
-            self._durations.append(ended_at - self._ended_at)
+            # Without the time in which there was nothing to do.
+            self._durations.append(ended_at - max(self._ended_at, launched_at))
         else:
             self._kind = kind
             self._durations.clear()
@@ -67,4 +72,4 @@ class LaunchPacer:
             return 0.0
         duration = min(self._durations)
         margin = max(self._launches) + _WAKE_UP_S + _SHORTER * duration + self._caution_s
-        return self._ended_at + duration - margin - now
+        return max(self._ended_at, self._launched_at) + duration - margin - now

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -153,7 +153,8 @@ class Req:
         stream_interval: int = 1,
     ) -> None:
         self.rid = recv.rid
-        self.origin_input_ids: list[int] = recv.input_ids.tolist()
+        # An array: slices and keys of a long prompt are copied without a look at each token.
+        self.origin_input_ids: array[int] = recv.input_ids
         self.output_ids: list[int] = []
         self.sampling_params: SamplingParams = recv.sampling_params
         self.eos_token_ids = eos_token_ids
@@ -195,7 +196,7 @@ class Req:
 
         # Progress; `status` by set_status only.
         self.status = ReqStatus.WAITING
-        self.fill_ids: list[int] = self.origin_input_ids  # tokens the running prefill covers
+        self.fill_ids: array[int] = self.origin_input_ids  # tokens the running prefill covers
         self.num_pending_tokens = 0  # steps launched whose token the host has not seen
         self.finish_reason: Any = None
         self.grammar: GrammarMatcher | None = None
@@ -286,7 +287,7 @@ class Req:
             limit = min(limit, self.logprob_start_len)
         return max(limit, 0)
 
-    def cacheable_ids(self, tree_cache: BasePrefixCache) -> list[int]:
+    def cacheable_ids(self, tree_cache: BasePrefixCache) -> array[int]:
         """The tokens of the key under which the prefix may come from a cache.
 
         A key has `lookahead` units less than tokens, so it takes as many tokens more.
@@ -303,7 +304,7 @@ class Req:
 
     def init_next_round_input(self, tree_cache: BasePrefixCache) -> None:
         """Match the tokens of the coming prefill against the prefix cache. Takes no lock."""
-        self.fill_ids = self.origin_input_ids + self.output_ids
+        self.fill_ids = self.origin_input_ids + array("i", self.output_ids)
         key = tree_cache.make_key(self.cacheable_ids(tree_cache), self.extra_key)
         match = tree_cache.match_prefix(MatchPrefixParams(key=key))
         self.kv_fingerprint = tree_cache.weights_fingerprint
@@ -378,6 +379,15 @@ class StepShape:
     needs_host_tokens: bool = False  # every step: the worker reads what the requests have so far
 
 
+class StepKind(NamedTuple):
+    """Steps that are equal in it and follow each other take about equal time."""
+
+    mode: ForwardMode
+    num_reqs: int
+    num_new_tokens: int  # of prompts; 0 in decode
+    is_loading: bool  # a part of the KV comes from the host meanwhile
+
+
 class ScheduleBatch:
     """Requests that take the next step together, and the arrays of that step.
 
@@ -448,9 +458,15 @@ class ScheduleBatch:
         self.traits = BatchTraits.of(self.reqs)
 
     @property
-    def kind(self) -> tuple[ForwardMode, int]:
-        """Steps that are equal in it and follow each other take about equal time."""
-        return self.forward_mode, len(self.reqs)
+    def kind(self) -> StepKind:
+        """What the time of the step depends on most."""
+        is_prefill = self.forward_mode is ForwardMode.EXTEND
+        return StepKind(
+            mode=self.forward_mode,
+            num_reqs=len(self.reqs),
+            num_new_tokens=sum(self.extend_lens) if is_prefill else 0,
+            is_loading=self.hicache_consumer_index >= 0,
+        )
 
     def snapshot(self) -> ScheduleBatch:
         """The step as launched, for the result processor: later filters do not change it.
@@ -659,12 +675,13 @@ class ScheduleBatch:
 
     # -- inputs of the forward pass -------------------------------------------------------------
 
-    def extend_input_ids(self) -> array[int]:
-        """New tokens of all requests, one after the other."""
-        ids = array("q")
-        for req, prefix_len, extend_len in zip(self.reqs, self.prefix_lens, self.extend_lens):
-            ids.extend(req.fill_ids[prefix_len : prefix_len + extend_len])
-        return ids
+    def extend_input_ids(self) -> np.ndarray:
+        """New tokens of all requests, one after the other; int64."""
+        ids = [
+            np.frombuffer(req.fill_ids, dtype=np.int32)[prefix_len : prefix_len + extend_len]
+            for req, prefix_len, extend_len in zip(self.reqs, self.prefix_lens, self.extend_lens)
+        ]
+        return np.concatenate(ids, dtype=np.int64)
 
     def logprob_request(self) -> LogprobRequest | None:
         """Logprob wishes of this step; None where no request has any."""
@@ -681,7 +698,7 @@ class ScheduleBatch:
                 if req.needs_input_logprobs:
                     start = min(max(req.logprob_start_len - prefix_len, 0), extend_len)
                 # The token after the last prompt token is an output token: no input logprob.
-                ids = req.fill_ids[prefix_len + start + 1 : prefix_len + extend_len + 1]
+                ids = req.fill_ids[prefix_len + start + 1 : prefix_len + extend_len + 1].tolist()
                 ids = ids + [-1] * (extend_len - start - len(ids))
                 wishes.start_lens.append(start)
                 wishes.target_ids.append(ids)

@@ -148,8 +148,6 @@ class PrefillAdder:
         self.reserved_swa = sum(self._future_rows(req) * new_token_ratio for req in running)
         self.can_run: list[Req] = []
         self.new_chunked_req: Req | None = None
-        self.hit_tokens = 0
-        self.input_tokens = 0
         self._nothing_runs = not running
 
     def _future_tokens(self, req: Req) -> int:
@@ -296,8 +294,6 @@ class PrefillAdder:
         self.reserved += tokens + self._ceil(rest)
         self.reserved += self._future_tokens(req) * self.new_token_ratio
         self.reserved_swa += tokens + self._future_rows(req) * self.new_token_ratio
-        self.input_tokens += extend_len
-        self.hit_tokens += len(req.prefix_indices)
         if is_chunked:
             self.new_chunked_req = req
 

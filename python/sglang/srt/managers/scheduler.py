@@ -186,7 +186,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             launched = None
             if batch is not None:
                 launched = (batch.snapshot(), self.run_batch(batch))
-                self.pacer.on_launch(batch.kind, time.perf_counter() - self._awake_since)
+                host_s = time.perf_counter() - self._awake_since
+                self.pacer.on_launch(batch.kind, launched[1].launched_at, host_s)
             self._drain_results()
             if launched is not None:
                 self.result_queue.append(launched)
@@ -354,7 +355,6 @@ class Scheduler(SchedulerUpdateWeightsMixin):
                 req.waited_s += max(self._serving_time - req.waiting_since, 0.0)
                 if not req.num_retractions:
                     self.reports.on_admission(req.waited_s)
-        self.reports.on_prefill(batch, adder, self._requests_now)
         return batch
 
     def _continue_chunked(self, adder: PrefillAdder) -> bool:
@@ -446,6 +446,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         launched_at = self.reports.on_launch()
         result = self.worker.forward_batch_generation(batch)
         result.launched_at = launched_at
+        if batch.forward_mode is ForwardMode.EXTEND:
+            self.reports.on_prefill(batch, self._requests_now)  # the device need not wait for it
         return result
 
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
@@ -460,7 +462,9 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         while self.result_queue:
             batch, result = self.result_queue.popleft()
             self.process_batch_result(batch, result)
-            self.pacer.on_result(batch.kind, result.ended_at, was_late=result.was_done)
+            self.pacer.on_result(
+                batch.kind, result.launched_at, result.ended_at, was_late=result.was_done
+            )
 
     def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:
         return ScheduleBatch(

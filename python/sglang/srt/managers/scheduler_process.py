@@ -28,6 +28,7 @@ from sglang.srt.managers.hicache_control import HiCacheControl
 from sglang.srt.managers.hicache_setup import HiCacheSettings, build_hicache
 from sglang.srt.managers.invariant_checker import InvariantChecker
 from sglang.srt.managers.io_struct import (
+    BatchStrOutput,
     BatchTokenIDOutput,
     ControlReqOutput,
     SchedulerReady,
@@ -354,11 +355,23 @@ def _open_channels(setup: RankSetup) -> _Channels:
     if not setup.is_rank_zero:
         return _Channels()
     ports = setup.port_args
+    front = PushChannel(ports.tokenizer_ipc_name)
     return _Channels(
         receiver=PullChannel(ports.scheduler_input_ipc_names[setup.dp_rank]),
-        send_output=PushChannel(ports.detokenizer_ipc_name).send,
-        send_control=PushChannel(ports.tokenizer_ipc_name).send,
+        send_output=_without_text(front)
+        if setup.server_args.skip_tokenizer_init
+        else PushChannel(ports.detokenizer_ipc_name).send,
+        send_control=front.send,
     )
+
+
+def _without_text(front: PushChannel) -> Callable[[BatchTokenIDOutput], None]:
+    """Outputs go to the front at once where nobody would make text of them."""
+
+    def send(batch: BatchTokenIDOutput) -> None:
+        front.send(BatchStrOutput(outputs=batch.outputs, dp_rank=batch.dp_rank))
+
+    return send
 
 
 def _make_liveness(setup: RankSetup) -> LivenessCounter:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillAdder
+from sglang.srt.managers.schedule_policy import NewTokenRatio
 from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.observability.metrics import SchedulerMetrics, SchedulerStats
@@ -92,6 +92,7 @@ class SchedulerReports:
         self.last_gen_throughput = 0.0
         self.cache_hit_rate = 0.0
         self.num_retracted_total = 0
+        self._waits: list[float] = []  # seconds, of those whose prefill is about to be launched
         self._decode_steps = 0
         self._shown: tuple[object, ...] = ()
         self._is_resting = True  # no step since all results were read
@@ -110,9 +111,8 @@ class SchedulerReports:
     # -- events ---------------------------------------------------------------------------------
 
     def on_admission(self, waited_s: float) -> None:
-        """A request left the waiting queue for its first prefill step."""
-        if self.metrics is not None:
-            self.metrics.observe_queue_time(waited_s)
+        """A request left the waiting queue for its first prefill step, yet to be launched."""
+        self._waits.append(waited_s)
 
     def on_weight_update(self, source: str, elapsed_s: float) -> None:
         """Weights were loaded. `source`: disk, distributed, tensor or ipc."""
@@ -132,15 +132,18 @@ class SchedulerReports:
         self._busy_s += max(0.0, ended_at - max(launched_at, self._busy_until))
         self._busy_until = ended_at
 
-    def on_prefill(self, batch: ScheduleBatch, adder: PrefillAdder, look: Look) -> None:
-        """A prefill step is about to be launched; `look` does not see it yet."""
-        seen = adder.hit_tokens + adder.input_tokens
-        self.cache_hit_rate = adder.hit_tokens / seen if seen else 0.0
+    def on_prefill(self, batch: ScheduleBatch, look: Look) -> None:
+        """A prefill step has just been launched; `look` does not see it yet."""
+        num_new, num_cached = sum(batch.extend_lens), sum(batch.prefix_lens)
+        self.cache_hit_rate = num_cached / (num_cached + num_new)
+        waits, self._waits = self._waits, []
         if self.metrics is None and not self.facts.is_logging_rank:
             return
         now = look()
         if self.metrics is not None:
-            self.metrics.count_prefill(adder.input_tokens, adder.hit_tokens)
+            for waited_s in waits:
+                self.metrics.observe_queue_time(waited_s)
+            self.metrics.count_prefill(num_new, num_cached)
             holding = list(dict.fromkeys([*now.holding, *batch.reqs]))
             self._log_stats(dataclasses.replace(now, holding=holding))
         if self.facts.is_logging_rank:
@@ -148,8 +151,8 @@ class SchedulerReports:
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, "
                 "token usage: %.2f, #running-req: %d, #queue-req: %d",
                 len(batch),
-                adder.input_tokens,
-                adder.hit_tokens,
+                num_new,
+                num_cached,
                 self.token_usage,
                 *(len(now.decoding), len(now.waiting)),
             )

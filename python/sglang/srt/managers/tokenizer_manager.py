@@ -222,7 +222,8 @@ class TokenizerManager:
             left = self._unregister(states)
             if self.metrics is not None and obj.log_metrics:
                 self.metrics.observe_left(left, obj.stream, obj.custom_labels)
-        self._account(obj, states)
+        # Behind the answer, and before anything else that could look at the metrics.
+        asyncio.get_running_loop().call_soon(self._account, obj, states)
         if not obj.stream:
             yield answers if split.is_list else answers[0]
 

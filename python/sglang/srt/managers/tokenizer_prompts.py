@@ -11,8 +11,10 @@ import asyncio
 import dataclasses
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import SchedulerReady
@@ -94,7 +96,11 @@ class PromptPreparer:
         ids = token_ids if isinstance(token_ids, (list, tuple, array)) else list(token_ids)
         if not ids:
             return
-        low, high = min(ids), max(ids)
+        if isinstance(ids, array):  # its extremes take a hundredth of the time of a list's
+            numbers = np.asarray(ids)
+            low, high = int(numbers.min()), int(numbers.max())
+        else:
+            low, high = min(ids), max(ids)
         if low < 0 or high >= self._vocab_size:
             raise RequestError(
                 f"{name} must hold token ids in [0, {self._vocab_size - 1}], "
@@ -120,10 +126,19 @@ class PromptPreparer:
             elif id(single.input_ids) in by_source:
                 ids = by_source[id(single.input_ids)]
             else:
-                self.check_token_ids("input_ids", single.input_ids or ())
-                ids = by_source[id(single.input_ids)] = array("i", single.input_ids or ())
+                ids = by_source[id(single.input_ids)] = self._pack_ids(single.input_ids or ())
             state.prompt_ids = self._fit_prompt(ids)
             self._check_lengths(state)
+
+    def _pack_ids(self, token_ids: Sequence[int]) -> array[int]:
+        """A client's ids as an array, checked. Raises RequestError."""
+        try:
+            ids = array("i", token_ids)
+        except OverflowError:  # of no vocabulary, and the check says which
+            self.check_token_ids("input_ids", token_ids)
+            raise
+        self.check_token_ids("input_ids", ids)
+        return ids
 
     def check_text(self, text: str) -> None:
         """Raise RequestError for a prompt that is too long whatever its tokens are.

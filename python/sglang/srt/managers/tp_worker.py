@@ -314,7 +314,7 @@ def _prefill_step(batch: ScheduleBatch) -> PrefillStep:
         seq_lens=batch.seq_lens,
         prefix_lens=prefix,
         extend_lens=extend,
-        input_ids=np.frombuffer(batch.extend_input_ids(), dtype=np.int64),
+        input_ids=batch.extend_input_ids(),
         positions=np.arange(int(extend.sum()), dtype=np.int64) + starts,
         out_cache_loc=batch.out_cache_loc.numpy(),
     )

@@ -201,6 +201,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         prefix, seq, last = map(_as_int_array, (prefix_lens, seq_lens, last_locs))
         page_size = self.page_size
         self._tokens_in_page(prefix, last)
+        counts = seq - prefix
+        if (counts < 0).any():
+            raise ValueError("a sequence is shorter than its prefix")
         # Tokens of one request:  [prefix ........ boundary)[boundary ............... seq)
         #                          rest of the open page     whole and begun new pages
         boundary_page = -(-prefix // page_size)
@@ -208,21 +211,21 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         pages = self._take_pages(int(new_pages.sum()))
         if pages is None:
             return None
-        counts = seq - prefix
-        if (counts < 0).any():
-            raise ValueError("a sequence is shorter than its prefix")
-        first_token = np.cumsum(counts) - counts  # offset of each request in the result
-        first_page = np.cumsum(new_pages) - new_pages
-        in_request = np.arange(int(counts.sum())) - np.repeat(first_token, counts)
-        position = in_request + np.repeat(prefix, counts)
-        page_ordinal = position // page_size - np.repeat(boundary_page, counts)
-        in_open_page = page_ordinal < 0
-        page_idx = np.where(in_open_page, 0, page_ordinal + np.repeat(first_page, counts))
-        # Every token lies in its request's open page when no page had to be taken.
-        base = pages[page_idx] * page_size if len(pages) else np.zeros_like(position)
-        slots = np.where(
-            in_open_page, np.repeat(last, counts) + 1 + in_request, base + position % page_size
-        )
+        # Runs of consecutive slots, request by request: the open page's rest, then the new pages.
+        num_runs = new_pages + 1
+        last_run = np.cumsum(num_runs) - 1
+        open_run = last_run - new_pages
+        in_open_page = np.minimum(seq, boundary_page * page_size) - prefix
+        starts = np.empty(int(num_runs.sum()), dtype=np.int64)
+        lengths = np.full(len(starts), page_size)
+        is_new = np.ones(len(starts), dtype=np.bool_)
+        is_new[open_run] = False
+        starts[is_new] = pages * page_size
+        starts[open_run] = last + 1
+        lengths[open_run] = in_open_page
+        lengths[last_run] -= in_open_page + new_pages * page_size - counts  # begun, not filled
+        offsets = np.cumsum(lengths) - lengths
+        slots = np.arange(int(counts.sum())) + np.repeat(starts - offsets, lengths)
         return torch.from_numpy(slots)
 
     def alloc_decode(self, seq_lens: IntVector, last_locs: IntVector) -> torch.Tensor | None:

@@ -140,7 +140,7 @@ class HiCacheTreeBase(HiCachePrefetch):
 
     def check_hicache_events(self) -> None:
         """See ``BasePrefixCache`` and the module docstring. Collective."""
-        if self._controller is None:
+        if self._controller is None or self._is_quiet():
             return
         self._controller.start_writing()
         counts = self._sync_hicache_ready_counts()
@@ -148,6 +148,14 @@ class HiCacheTreeBase(HiCachePrefetch):
         self.writing_check(counts.write_acks)
         self.loading_check(counts.load_acks)
         self._drain_storage_control_queues_impl(counts, progress)
+
+    def _is_quiet(self) -> bool:
+        """Whether there is nobody to agree with and nothing that could have happened."""
+        return (
+            self.hicache.min_reduce is None
+            and not self.has_pending_transfers()
+            and self._control_queues.is_empty()
+        )
 
     def _sync_hicache_ready_counts(self) -> TickCounts:
         """Agree on how much every rank can process now. Collective."""

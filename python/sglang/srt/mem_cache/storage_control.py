@@ -84,6 +84,11 @@ class StorageControlQueues:
         self._extra_release = tuple(extra_release)
         self._min_reduce = min_reduce
 
+    def is_empty(self) -> bool:
+        """Whether no storage thread of this rank has reported anything since the last drain."""
+        queues = (self._hit, self._backup, self._release, *self._extra_release)
+        return not any(items.qsize() for items in queues)
+
     def local_counts(self, write_acks: int, load_acks: int) -> TickCounts:
         """Return what this rank could process now."""
         return TickCounts(

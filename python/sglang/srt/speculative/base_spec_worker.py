@@ -228,7 +228,7 @@ class BaseSpecWorker(ABC):
         for index, req in enumerate(batch.reqs):
             if batch.chunked[index]:
                 end = batch.prefix_lens[index] + batch.extend_lens[index]
-                ahead = req.fill_ids[end : end + count]
+                ahead = req.fill_ids[end : end + count].tolist()
                 known[index, : len(ahead)] = torch.tensor(ahead)
         following = current_platform().to_device_async(known)
         first = torch.where(following[:, 0] == NO_TOKEN, next_ids, following[:, 0])

@@ -136,7 +136,7 @@ class NGRAMWorker(BaseSpecWorker):
         for req in batch.reqs:
             followed = self._followed.get(req.rid)
             if followed is None:
-                known = req.origin_input_ids[-MAX_PROMPT_TOKENS:] + req.output_ids
+                known = req.origin_input_ids[-MAX_PROMPT_TOKENS:].tolist() + req.output_ids
                 self._cache.start(req.rid, known)
                 self._followed[req.rid] = _Followed(req, req.seq_len)
                 continue

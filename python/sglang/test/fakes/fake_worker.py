@@ -96,7 +96,7 @@ class FakeModelWorker:
         self.num_steps += 1
         rows = batch.req_pool_indices
         if batch.forward_mode is ForwardMode.EXTEND:
-            ids = np.frombuffer(batch.extend_input_ids(), dtype=np.int64)
+            ids = batch.extend_input_ids()
             self.num_tokens_computed += len(ids)
         else:
             ids = self.last_token_ids[rows]
