@@ -354,11 +354,13 @@ def test_legacy_flags_of_cuda_graphs() -> None:
         _cpu(cuda_graph_max_bs_decode=0)
 
 
-def test_prefill_graphs_are_asked_for() -> None:
+def test_prefill_graphs() -> None:
     def cuda(**fields: Any) -> ServerArgs:
         return _cpu(device="cuda", **fields)
 
-    assert cuda().cuda_graph_max_bs_prefill is None
+    assert cuda().cuda_graph_max_bs_prefill == 512
+    assert _cpu().cuda_graph_max_bs_prefill is None
+    assert cuda(cuda_graph_bs_prefill=[8]).cuda_graph_max_bs_prefill is None
     args = _parse("--cuda-graph-max-bs-prefill", 256, "--cuda-graph-bs-prefill", 64, 32)
     assert (args.cuda_graph_max_bs_prefill, args.cuda_graph_bs_prefill) == (256, [64, 32])
     assert cuda(cuda_graph_backend_prefill="full").cuda_graph_max_bs_prefill == 512

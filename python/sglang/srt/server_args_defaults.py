@@ -124,7 +124,7 @@ def _normalize_prefill_graphs(args: ServerArgsFields) -> None:
     if args.cuda_graph_backend_prefill == "disabled":
         args.disable_prefill_cuda_graph = True
     is_sized = args.cuda_graph_max_bs_prefill is not None or args.cuda_graph_bs_prefill is not None
-    if args.cuda_graph_backend_prefill == "full" and not is_sized:
+    if args.device == "cuda" and not is_sized:
         args.cuda_graph_max_bs_prefill = _DEFAULT_PREFILL_GRAPH
 
 

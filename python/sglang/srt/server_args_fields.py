@@ -245,8 +245,8 @@ class ServerArgsFields:
     )
     cuda_graph_backend_prefill: str | None = arg(
         None,
-        "Graphs of prefill steps; none. full: of those with up to 512 tokens, unless "
-        "--cuda-graph-max-bs-prefill or --cuda-graph-bs-prefill says otherwise.",
+        "Graphs of prefill steps: of those that --cuda-graph-max-bs-prefill or "
+        "--cuda-graph-bs-prefill says; none with disabled.",
         choices=["full", "breakable", "disabled"],
     )
     cuda_graph_max_bs_decode: int | None = arg(
@@ -255,7 +255,7 @@ class ServerArgsFields:
     cuda_graph_max_bs_prefill: int | None = arg(
         None,
         "Capture prefill steps of up to so many new tokens and 7 requests, as what is left of a "
-        "prompt after a cache hit. Without it and --cuda-graph-bs-prefill, or with 0, none are.",
+        "prompt after a cache hit; 512 on CUDA, or as --cuda-graph-bs-prefill says. 0: none.",
     )
     cuda_graph_bs_decode: list[int] | None = arg(
         None, "Captured decode batch sizes; auto.", aliases=("--cuda-graph-bs",), nargs="+"

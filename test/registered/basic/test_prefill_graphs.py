@@ -163,7 +163,7 @@ def test_a_step_waits_for_what_comes_from_the_host(
         server.settle()
 
 
-def test_no_prefill_step_is_captured_unless_it_is_asked_for(folder: Path) -> None:
+def test_no_prefill_step_is_captured_without_a_gpu(folder: Path) -> None:
     with ServedScheduler(folder / "target", *COMMON) as server:
         assert server.answer(prompt(5), 2).tokens
         assert target_of(server).prefill_runner is None
@@ -172,7 +172,8 @@ def test_no_prefill_step_is_captured_unless_it_is_asked_for(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("fields", "counts"),
     [
-        ({}, ()),
+        ({}, (32, 64, 96, 128)),
+        ({"cuda_graph_max_bs_prefill": 0}, ()),
         ({"cuda_graph_max_bs_prefill": 0, "cuda_graph_bs_prefill": [8]}, ()),
         ({"cuda_graph_max_bs_prefill": 80}, (32, 64, 80)),
         ({"cuda_graph_bs_prefill": [64, 16]}, (16, 64)),

@@ -182,6 +182,37 @@ def test_a_padded_extend_equals_the_plain_one(tmp_path: Path, family: str) -> No
         assert plain.any()
 
 
+def test_logits_are_the_same_where_only_their_rows_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the last layer's attention; captured or not, on a device where so few are dropped."""
+    monkeypatch.setattr(logits_processor, "MIN_DROPPED_ROWS", 1)
+    runner = make_runner(tmp_path, "llama")
+    steps = steps_of(runner)
+    mlp = runner.model.get_submodule("model.layers.1.mlp")
+    seen: list[int] = []
+    mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "rows_to_keep", lambda batch, all_captured: None)
+        whole = [forward(runner, batch_of(runner, step, NULL)) for step in steps]
+    assert seen == [len(step.input_ids) for step in steps]
+    seen.clear()
+    plain = [forward(runner, batch_of(runner, step, NULL)) for step in steps]
+    assert seen == [len(step.seq_lens) for step in steps]
+    seen.clear()
+    graphs = runner.prefill_runner = PrefillGraphRunner(runner, COUNTS)
+    captured = []
+    for step in steps:
+        output = forward(runner, staged_batch(runner, graphs, step))
+        captured.append(output.next_token_logits.clone())
+    assert graphs.num_steps == len(steps) and set(seen) == {prefill_graph_runner.MAX_REQUESTS}
+    for wanted, uncaptured, replayed in zip(whole, plain, captured):
+        logits = wanted.next_token_logits
+        assert logits.any()
+        torch.testing.assert_close(uncaptured.next_token_logits, logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(replayed, logits, atol=1e-4, rtol=1e-4)
+
+
 class LateLoad:
     """KV of all layers on its way from the host, by a stream that takes its time for each."""
 
@@ -237,37 +268,6 @@ def test_a_step_waits_for_the_layers_of_each_of_its_graphs(tmp_path: Path) -> No
         is_equal = torch.allclose(logits, expected, atol=1e-4, rtol=1e-4)
         assert is_equal == load.is_over() == is_waited_for
     torch.cuda.synchronize()
-
-
-def test_logits_are_the_same_where_only_their_rows_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind the last layer's attention; captured or not, on a device where so few are dropped."""
-    monkeypatch.setattr(logits_processor, "MIN_DROPPED_ROWS", 1)
-    runner = make_runner(tmp_path, "llama")
-    steps = steps_of(runner)
-    mlp = runner.model.get_submodule("model.layers.1.mlp")
-    seen: list[int] = []
-    mlp.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    with monkeypatch.context() as patch:
-        patch.setattr(llama, "rows_to_keep", lambda batch, all_captured: None)
-        whole = [forward(runner, batch_of(runner, step, NULL)) for step in steps]
-    assert seen == [len(step.input_ids) for step in steps]
-    seen.clear()
-    plain = [forward(runner, batch_of(runner, step, NULL)) for step in steps]
-    assert seen == [len(step.seq_lens) for step in steps]
-    seen.clear()
-    graphs = runner.prefill_runner = PrefillGraphRunner(runner, COUNTS)
-    captured = []
-    for step in steps:
-        output = forward(runner, staged_batch(runner, graphs, step))
-        captured.append(output.next_token_logits.clone())
-    assert graphs.num_steps == len(steps) and set(seen) == {prefill_graph_runner.MAX_REQUESTS}
-    for wanted, uncaptured, replayed in zip(whole, plain, captured):
-        logits = wanted.next_token_logits
-        assert logits.any()
-        torch.testing.assert_close(uncaptured.next_token_logits, logits, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(replayed, logits, atol=1e-4, rtol=1e-4)
 
 
 def test_one_long_request_is_divided_as_without_padding(

@@ -211,7 +211,7 @@ def _runner_config(
 
 
 def _prefill_graph_tokens(server_args: ServerArgs, model_config: ModelConfig) -> tuple[int, ...]:
-    """Token counts of captured prefill steps; none unless they are asked for."""
+    """Token counts of captured prefill steps."""
     if server_args.disable_cuda_graph or server_args.disable_prefill_cuda_graph:
         return ()
     requested = server_args.cuda_graph_bs_prefill

@@ -275,7 +275,7 @@ class ModelRunner:
     def capture_prefill(
         self, hidden_mode: CaptureHiddenMode, memory: GraphMemory | None = None
     ) -> None:
-        """Capture prefill steps where that is asked for and possible. Collective.
+        """Capture prefill steps where that is wanted and possible. Collective.
 
         `hidden_mode`: the states that they keep for a draft model, which must know by now which
         layers it reads. `memory`: that of other graphs, to be used again.
@@ -286,7 +286,7 @@ class ModelRunner:
             return
         reason = why_not_captured(self)
         if reason is not None:
-            logger.warning("Prefill steps of this model are not captured: %s", reason)
+            logger.info("Prefill steps of this model are not captured: %s", reason)
             return
         before = platform.held_bytes()
         self.prefill_runner = PrefillGraphRunner(
