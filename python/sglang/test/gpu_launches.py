@@ -31,6 +31,7 @@ from sglang.srt.layers.triton_ops.cuda_ops import CudaOps
 from sglang.srt.layers.triton_ops.store_kv import store_kv
 from sglang.srt.layers.triton_ops.word_sums import word_sums
 from sglang.srt.mem_cache.triton_ops.page_copy import PageCopy
+from sglang.srt.platforms.cuda_transfers import HostReader, write_to_host
 from sglang.srt.speculative.step_ops import DraftTables, RowTables
 from sglang.srt.speculative.triton_ops.step_ops import TritonStepOps
 
@@ -202,6 +203,10 @@ def _rings() -> HostRings:
     return HostRings(inputs=_ids(4, 2000), reports=_ids(4, 600), count=_ids(1), received=_ids(2000))
 
 
+def _read_from_host(dtype: torch.dtype) -> None:
+    HostReader(CPU).read(torch.empty(7, dtype=dtype, device=CPU), torch.empty(7, dtype=dtype))
+
+
 def _receive_decode(size: int) -> None:
     tables = DecodeTables(
         last_token_ids=_ids(300),
@@ -223,7 +228,9 @@ ELEMENTWISE = [
     Launch("rows of the embedding",
            lambda: OPS.take_rows(torch.empty(4096, 4096, dtype=BF16), _ids(64))),
     Launch("sum of rows", lambda: OPS.add_rows(*torch.empty(3, 64, 4096, dtype=BF16))),
-    Launch("token ids to the host", lambda: OPS.send_to_host(_ids(2, 64))),
+    Launch("token ids to the host", lambda: write_to_host(_ids(2, 64))),
+    Launch("slots to the device", lambda: _read_from_host(torch.int32)),
+    Launch("flags to the device", lambda: _read_from_host(torch.bool)),
     Launch("inputs of a captured step", lambda: step_frame.receive(_rings(), 1576)),
     Launch("inputs of a captured decode step", lambda: _receive_decode(64)),
     Launch("choice and report of a captured step", lambda: step_frame.choose_and_report(

@@ -588,14 +588,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_long_prompts_without_prefix_are_divided() -> None:
-    device = torch.device("cpu")
-    assert make_plan([0, 5], [1023, 4000], device) is None
-    plan = make_plan([0, 7, 0], [1030, 2, 2048], device)
+    assert make_plan([0, 5], [1023, 4000]) is None
+    plan = make_plan([0, 7, 0], [1030, 2, 2048])
     assert plan is not None and plan.rest_tokens is not None and plan.rest_lens is not None
     assert [(span.start, span.length) for span in plan.spans] == [(0, 1024), (1032, 2048)]
     assert plan.rest_tokens.tolist() == [*range(1024, 1030), 1030, 1031]
     assert plan.rest_lens.tolist() == [6, 2, 0]
-    whole = make_plan([0], [2048], device)
+    whole = make_plan([0], [2048])
     assert whole is not None and whole.rest_tokens is None
 
 

@@ -23,6 +23,7 @@ import torch
 
 from sglang.srt.layers.dispatch import argmax, checked_argmax
 from sglang.srt.model_executor.forward_batch_info import LogprobRequest
+from sglang.srt.platforms import current_platform
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 # Reported in the place of -inf, which JSON cannot carry.
@@ -95,7 +96,8 @@ class Sampler:
         probs = sampling_probs(logits, info)
         # Drawn on the host for every sampled row, seeded or not: ranks stay in step.
         uniform = torch.rand((len(info.sampled_rows), 1), generator=self._generator)
-        uniform = uniform.to(logits.device, non_blocking=True)
+        if logits.device.type != "cpu":
+            uniform = current_platform().to_device_async(uniform)
         if info.is_any_seeded:
             hashed = hash_uniform(_pick(info.sampling_seeds, rows), _pick(positions, rows))
             seeded = _pick(info.is_seeded, rows).unsqueeze(1)

@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from sglang.srt.platforms import current_platform
+
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on the CPU from pages that the system zeroes when they are first used.
@@ -138,20 +140,15 @@ class ReqToTokenPool:
             raise ValueError(f"columns [{start}, {end}) exceed {self.max_context_len}")
         self.req_to_token_cpu[req_pool_idx, start:end] = values
         if self.req_to_token is not self.req_to_token_cpu:
-            self.req_to_token[req_pool_idx, start:end].copy_(
-                self._pinned(values.to(torch.int32)), non_blocking=True
-            )
-
-    def _pinned(self, values: torch.Tensor) -> torch.Tensor:
-        # From other memory a copy to a GPU makes the host wait.
-        return values.pin_memory() if self.device.type == "cuda" else values
+            cells = self.req_to_token[req_pool_idx, start:end]
+            current_platform().write_to_device(values.to(torch.int32), cells)
 
     def write_at(self, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
         """Set one cell per entry, for a whole batch; int64 [n] CPU tensors."""
         self.write_mirror(rows.numpy(), columns.numpy(), slots.numpy())
         if self.req_to_token is not self.req_to_token_cpu:
-            pinned = self._pinned(torch.stack((rows, columns, slots)))
-            self.write_device(*pinned.to(self.device, non_blocking=True).unbind(0))
+            packed = current_platform().to_device_async(torch.stack((rows, columns, slots)))
+            self.write_device(*packed.unbind(0))
 
     def write_mirror(self, rows: np.ndarray, columns: np.ndarray, slots: np.ndarray) -> None:
         """Set one cell per entry of the mirror, int64 [n] each; `write_device` must follow."""

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.allocator import (
     PagedTokenToKVPoolAllocator,
 )
 from sglang.srt.mem_cache.swa_pool import SWAKVPool
+from sglang.srt.platforms import current_platform
 
 
 class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
@@ -157,7 +158,7 @@ class SWATokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         if self._map.device.type == "cpu":
             self._map[slots] = rows.to(torch.int32)
             return
-        packed = torch.stack((slots, rows)).pin_memory().to(self._map.device, non_blocking=True)
+        packed = current_platform().to_device_async(torch.stack((slots, rows)))
         self._map[packed[0]] = packed[1].to(torch.int32)
 
 

@@ -80,7 +80,8 @@ def warm_up_prefill(runner: WarmableRunner, max_tokens: int, show_progress: bool
     bar = tqdm(shapes, desc="warming up prefill", unit="size", disable=not show_progress)
     for shape in bar:
         runner.forward(_dummy_batch(runner, shape))
-    for dtype in (torch.int64, torch.bool):
+    for dtype in (torch.int64, torch.int32, torch.bool):
+        current_platform().to_device_async(torch.zeros(1, dtype=dtype))
         send_to_host(torch.zeros(1, dtype=dtype, device=runner.device))
     current_platform().synchronize()
     logger.info(

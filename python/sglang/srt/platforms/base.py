@@ -102,9 +102,14 @@ class Platform(ABC):
     def to_device_async(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor on the device, in stream order; the host goes on at once.
 
-        The caller must not change `tensor` afterwards. The tensor itself on CPU.
+        The caller must not change `tensor` afterwards: on CPU it is the tensor itself. Small ones
+        do not queue behind large copies.
         """
-        return self.pin(tensor).to(self.device, non_blocking=True)
+        return tensor
+
+    def write_to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """`to_device_async` into a contiguous tensor of the same shape and type."""
+        target.copy_(source)
 
     @abstractmethod
     def synchronize(self) -> None:

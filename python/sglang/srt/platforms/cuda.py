@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +46,20 @@ class CudaPlatform(Platform):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
+
+    def to_device_async(self, tensor: torch.Tensor) -> torch.Tensor:
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._host_reader.read(tensor, target)
+        return target
+
+    def write_to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._host_reader.read(source, target)
+
+    @functools.cached_property
+    def _host_reader(self) -> Any:
+        # By name: Triton is not needed before there is a device.
+        transfers = importlib.import_module("sglang.srt.platforms.cuda_transfers")
+        return transfers.HostReader(self._device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

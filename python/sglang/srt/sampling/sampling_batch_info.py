@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sglang.srt.constrained.base_grammar_backend import GrammarMatcher, bitmask_width
+from sglang.srt.platforms import current_platform
 from sglang.srt.sampling.penalties import PenaltyState
 from sglang.srt.sampling.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
@@ -322,6 +323,4 @@ def _to_device(
 ) -> torch.Tensor:
     """One copy to the device, asynchronous where it has its own memory."""
     tensor = torch.tensor(values, dtype=dtype)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else current_platform().to_device_async(tensor)

@@ -235,7 +235,7 @@ class SpecGraphRunner:
 
     @staticmethod
     def _copy_in(static: torch.Tensor, on_host: torch.Tensor) -> None:
-        static.copy_(current_platform().pin(on_host), non_blocking=True)
+        current_platform().write_to_device(on_host, static)
 
     # -- the steps ------------------------------------------------------------------------------
 

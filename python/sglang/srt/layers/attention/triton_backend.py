@@ -83,7 +83,7 @@ class TritonAttentionBackend(AttentionBackend):
             and prefix_lens is not None
             and query_lens is not None
         ):
-            plan = dense_prefill.make_plan(prefix_lens, query_lens, self._device)
+            plan = dense_prefill.make_plan(prefix_lens, query_lens)
             forward_batch.attn_metadata = plan
 
     def forward(

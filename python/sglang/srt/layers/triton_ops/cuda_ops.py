@@ -16,13 +16,13 @@ from sglang.srt.layers.triton_ops.activation import gate_and_mul
 from sglang.srt.layers.triton_ops.argmax import argmax_rows
 from sglang.srt.layers.triton_ops.gemv import gemv
 from sglang.srt.layers.triton_ops.gemv import is_worthwhile as gemv_is_worthwhile
-from sglang.srt.layers.triton_ops.host_write import write_to_host
 from sglang.srt.layers.triton_ops.moe import expert_product, plan_experts
 from sglang.srt.layers.triton_ops.norm import add_rms_norm, norms_side_by_side, rms_norm
 from sglang.srt.layers.triton_ops.rope import rope_in_place
 from sglang.srt.layers.triton_ops.rows import add_rows, take_rows
 from sglang.srt.layers.triton_ops.skinny import is_worthwhile as skinny_is_worthwhile
 from sglang.srt.layers.triton_ops.skinny import skinny
+from sglang.srt.platforms.cuda_transfers import write_to_host
 
 
 class CudaOps:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.platforms import current_platform
+
 # Plans exist for multiples of this many tokens; shorter prompts gain nothing worth one.
 DENSE_UNIT = 1024
 _MAX_HEAD_DIM = 128
@@ -44,9 +46,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     )
 
 
-def make_plan(
-    prefix_lens: list[int], query_lens: list[int], device: torch.device
-) -> DensePlan | None:
+def make_plan(prefix_lens: list[int], query_lens: list[int]) -> DensePlan | None:
     """Divide a batch; None where no prompt is long enough."""
     spans: list[Span] = []
     rest_tokens: list[int] = []
@@ -63,10 +63,11 @@ def make_plan(
         return None
     if not rest_tokens:
         return DensePlan(spans=spans, rest_tokens=None, rest_lens=None)
+    to_device = current_platform().to_device_async
     return DensePlan(
         spans=spans,
-        rest_tokens=torch.tensor(rest_tokens, dtype=torch.int64).to(device, non_blocking=True),
-        rest_lens=torch.tensor(rest_lens, dtype=torch.int64).to(device, non_blocking=True),
+        rest_tokens=to_device(torch.tensor(rest_tokens, dtype=torch.int64)),
+        rest_lens=to_device(torch.tensor(rest_lens, dtype=torch.int64)),
     )
 
 
