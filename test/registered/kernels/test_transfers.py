@@ -49,10 +49,11 @@ def test_values_come_to_the_device(name: str) -> None:
 
 
 def test_a_reader_that_was_first_used_in_inference_mode_goes_on_outside() -> None:
-    reader, target = HostReader(DEVICE), torch.zeros(3, device=DEVICE).long()
+    source, target = torch.arange(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
+    reader, target = HostReader(DEVICE), target.to(DEVICE)
     with torch.inference_mode():
-        reader.read(torch.arange(3), target)
-    reader.read(torch.arange(3) + 5, target)
+        reader.read(source, target)
+    reader.read(source + 5, target)
     assert target.tolist() == [5, 6, 7]
 
 
