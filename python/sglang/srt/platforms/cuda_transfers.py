@@ -79,8 +79,7 @@ class _Staging:
     """Page-locked memory for what kernels of one stream have yet to read. One thread's."""
 
     def __init__(self, is_cuda: bool) -> None:
-        with torch.inference_mode(False):  # written to inside and outside of it
-            self._memory = torch.empty(2 * _HALF_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+        self._memory = torch.empty(2 * _HALF_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
         # Of each half: passed when the kernels have read what was kept before it was left.
         self._left: list[Any] = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._half = 0
