@@ -67,7 +67,7 @@ def test_caution_grows_with_each_late_step_and_fades():
     spare_s = pacer.spare_s(now)
     for _ in range(2):
         now += 0.010
-        pacer.on_result("decode", now - 0.010, now, was_late=True)
+        pacer.on_result("decode", now - 0.010, now, was_done=True)
     assert pacer.spare_s(now) == pytest.approx(spare_s - 0.001)
     for _ in range(300):
         now += 0.010

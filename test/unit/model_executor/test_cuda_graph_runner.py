@@ -86,3 +86,19 @@ def test_a_batch_that_is_too_large_is_left_alone(runner: ModelRunner) -> None:
     runner.decode_runner = graphs
     assert tokens_of(runner) == expected
     assert 0 < graphs.num_steps < 20
+
+
+def test_bare_replays_repeat_the_last_step_and_leave_the_count_alone(runner: ModelRunner) -> None:
+    expected = tokens_of(runner)
+    graphs = runner.decode_runner = CudaGraphRunner(runner, [1, 2, 4, 8], show_progress=False)
+    assert tokens_of(runner) == expected
+    inputs = graphs._inputs.exchange.on_device
+    last = inputs[:3].tolist()  # the longest request ended alone
+    with graphs.bare_replays(1) as replay:
+        for _ in range(7):
+            replay()
+            assert inputs[:3].tolist() == last
+    with pytest.raises(ValueError, match="the last step had size 1, not 4"):
+        with graphs.bare_replays(4):
+            pass
+    assert tokens_of(runner) == expected

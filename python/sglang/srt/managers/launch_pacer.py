@@ -47,10 +47,10 @@ class LaunchPacer:
         self._launches.append(host_s)
 
     def on_result(
-        self, kind: Hashable, launched_at: float, ended_at: float, was_late: bool = False
+        self, kind: Hashable, launched_at: float, ended_at: float, was_done: bool = False
     ) -> None:
-        """The results of a step had come to the host; `was_late`: before we waited for them."""
-        if was_late:
+        """The results of a step have come to the host; `was_done`: it had ended unattended."""
+        if was_done:
             more = max(2 * self._caution_s, _LEAST_CAUTION_S)
             self._caution_s = min(more, _MOST_CAUTION_S)
         else:

@@ -463,7 +463,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             batch, result = self.result_queue.popleft()
             self.process_batch_result(batch, result)
             self.pacer.on_result(
-                batch.kind, result.launched_at, result.ended_at, was_late=result.was_done
+                batch.kind, result.launched_at, result.ended_at, was_done=result.was_done
             )
 
     def _new_batch(self, reqs: list[Req]) -> ScheduleBatch:

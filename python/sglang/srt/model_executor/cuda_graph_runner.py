@@ -41,7 +41,8 @@ _PADDING_SLOT = 0
 def capture_batch_sizes(max_batch_size: int, requested: list[int] | None = None) -> list[int]:
     """The ladder: fine steps where batches are small and padding would weigh, coarse above.
 
-    It ends with `max_batch_size`. `requested` (a user's list) wins; its sizes above are dropped.
+    It ends with `max_batch_size`. `requested` (a user's list) wins; its sizes above are dropped,
+    and where none is left, the limit is the only one.
     """
     if requested is not None:
         sizes = sorted({size for size in requested if 0 < size <= max_batch_size})
@@ -61,11 +62,13 @@ class _StaticInputs:
         self.exchange = HostExchange(3 * max_size, max_size, device)
         self.input_ids = torch.zeros(max_size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self.filled_size = 0  # of the last step
         self._steps: dict[tuple[int, int], StagedStep] = {}  # by size and number of requests
 
     def fill(self, step: np.ndarray, size: int) -> None:
         """Leave a step, int64 [3, b], and neutral requests up to `size`, for the next replay."""
         num_reqs = step.shape[1]
+        self.filled_size = size
         values = self.exchange.begin(3 * size).reshape(3, size)
         values[:, :num_reqs] = step
         if num_reqs < size:
@@ -149,7 +152,12 @@ class CudaGraphRunner:
 
     @contextmanager
     def bare_replays(self, size: int) -> Iterator[Callable[[], None]]:
-        """The last step again, which was of this size, as often as wanted; to time it alone."""
+        """The last step again, as often as wanted, to time it alone.
+
+        `size`: the one that it had. Raises ValueError for another.
+        """
+        if size != self._inputs.filled_size:
+            raise ValueError(f"the last step had size {self._inputs.filled_size}, not {size}")
         values = self._inputs.exchange.on_device[: 3 * size].cpu().numpy()
         with self._inputs.exchange.uncounted(values):
             yield self._graphs[size].graph.replay

@@ -60,7 +60,7 @@ class HostExchange:
     def end(self, num_reported: int) -> HostReport:
         """After the replay: its report, of as many requests as it was captured of.
 
-        It stays until so many further steps have begun that its place is taken again.
+        It stays until the step that is `NUM_PLACES` later begins.
         """
         reports = self._reports_of.get(num_reported)
         if reports is None:
@@ -80,6 +80,8 @@ class HostExchange:
         for place in self._values:
             place[HEAD : HEAD + len(values)] = values
             place[0] = _NOBODY
-        yield
-        # The device counted what the host did not.
-        self.rings.count.fill_(self._number)
+        try:
+            yield
+        finally:
+            # The device counted what the host did not.
+            self.rings.count.fill_(self._number)

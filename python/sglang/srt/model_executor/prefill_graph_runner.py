@@ -67,7 +67,8 @@ _LAYERS_PER_GRAPH = 4
 def capture_token_counts(max_tokens: int, requested: list[int] | None = None) -> list[int]:
     """The ladder, rising up to `max_tokens`; nothing where that is 0.
 
-    `requested` (a user's list) wins; its counts above are dropped.
+    `requested` (a user's list) wins; its counts above are dropped, and where none is left, the
+    limit is the only one.
     """
     if max_tokens <= 0:
         return []
@@ -285,11 +286,13 @@ class _LoadWatch:
 
     def __init__(self) -> None:
         self.last_layers: list[int] = []  # of each graph, as the counter of loads counts
+        self._layers: set[int] = set()  # of the graph that is being captured
+        self._cut: Cut = lambda: False
 
     def begin(self, cut: Cut) -> None:
         """A run of the step begins."""
         self._cut = cut
-        self._layers: set[int] = set()
+        self._layers = set()
         self.last_layers = [0]
 
     def wait_until(self, layer_idx: int) -> None:

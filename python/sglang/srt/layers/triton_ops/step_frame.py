@@ -1,4 +1,8 @@
-"""The operations of `layers.step_frame`, one kernel each. They allocate nothing but the report."""
+"""The operations of `layers.step_frame`, one kernel each; two where the largest logits are found.
+
+Requests that only fill up a step share a row of the tables: several programs write the same slot
+there, and any of their tokens may stay, since nobody reads it.
+"""
 
 from __future__ import annotations
 
