@@ -331,6 +331,13 @@ def test_without_a_compiler_there_is_one_warning_and_torch_works(tmp_path: Path)
     assert "False torch.Size([1, 1])" in output
 
 
+def test_nothing_is_built_before_it_is_used(tmp_path: Path) -> None:
+    """A server on a GPU imports the same modules."""
+    code = "from sglang.srt.model_executor import model_runner\nprint(model_runner.__name__)"
+    output = run_python(code, PATH=str(tmp_path), CXX="", HISPEC_CACHE=str(tmp_path))
+    assert "model_runner" in output and "compiler" not in output
+
+
 def test_failing_compiler_is_reported_and_leaves_no_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

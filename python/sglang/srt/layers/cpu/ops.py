@@ -1,8 +1,7 @@
 """Float32 operations of a decoder-only model on the CPU: one name, one meaning, fast where it can.
 
-The implementation is chosen once, when this module is imported: the C++ kernels (compiled at the
-first import on a machine, then cached) or, without a compiler or with HISPEC_CPU_KERNELS=off,
-torch. Callers cannot tell them apart but by speed. Inputs are float32 on the CPU; rows may lie
+The implementation is chosen once, at the first call: the C++ kernels (compiled at the first call on
+a machine, then cached) or, without a compiler or with HISPEC_CPU_KERNELS=off, torch. Callers cannot tell them apart but by speed. Inputs are float32 on the CPU; rows may lie
 apart (views of a fused product), the values of one row may not. ValueError otherwise.
 
 With the kernels, the result of one row depends neither on the other rows nor on the number of
@@ -12,6 +11,9 @@ Used by the layers, the CPU attention backend and benchmarks; not reentrant: one
 """
 
 from __future__ import annotations
+
+import functools
+from types import ModuleType
 
 import torch
 
@@ -40,18 +42,22 @@ __all__ = [
     "word_sums",
 ]
 
-_library = build.load_kernels()
-if _library is not None:
-    native.bind(_library)
-_chosen = reference if _library is None else native
-
 # `linear` computes up to this many rows itself; beyond, torch's products are faster.
 SMALL_ROWS = native.SMALL_ROWS
 
 
 def available() -> bool:
     """Whether the C++ kernels are in use (False: the torch implementations are)."""
-    return _library is not None
+    return _chosen() is native
+
+
+@functools.cache
+def _chosen() -> ModuleType:
+    library = build.load_kernels()
+    if library is None:
+        return reference
+    native.bind(library)
+    return native
 
 
 def linear(
@@ -65,7 +71,7 @@ def linear(
     tensors or a CompressedWeight; products and sums are float32 in every case. More rows are
     torch's (from a CompressedWeight: with its float32 source).
     """
-    return _chosen.linear(x, weight, bias)
+    return _chosen().linear(x, weight, bias)
 
 
 def rmsnorm(
@@ -80,17 +86,17 @@ def rmsnorm(
     With `residual` (shape of x) first adds x to it *in place* and normalises the sum. Returns a
     new tensor; x is unchanged.
     """
-    return _chosen.rmsnorm(x, weight, eps, residual, weight_offset)
+    return _chosen().rmsnorm(x, weight, eps, residual, weight_offset)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """[n, 2 * d] -> silu(first half) * second half, [n, d]."""
-    return _chosen.silu_and_mul(x)
+    return _chosen().silu_and_mul(x)
 
 
 def gelu_tanh_and_mul(x: torch.Tensor) -> torch.Tensor:
     """[n, 2 * d] -> gelu(first half, tanh form) * second half, [n, d]."""
-    return _chosen.gelu_tanh_and_mul(x)
+    return _chosen().gelu_tanh_and_mul(x)
 
 
 def rotary(
@@ -106,7 +112,7 @@ def rotary(
     number of heads, both possibly views of one fused product; cos_sin [max positions, rotary_dim],
     cosines then sines; rotary_dim <= head_dim, further dimensions stay.
     """
-    _chosen.rotary(positions, q, k, cos_sin, head_dim)
+    _chosen().rotary(positions, q, k, cos_sin, head_dim)
 
 
 def word_sums(data: torch.Tensor) -> tuple[int, int]:
@@ -115,7 +121,7 @@ def word_sums(data: torch.Tensor) -> tuple[int, int]:
     See `layers.tensor_digest`, which says what they are good for. The last word is padded with
     zero bytes.
     """
-    return _chosen.word_sums(data)
+    return _chosen().word_sums(data)
 
 
 def decode_attention(
@@ -138,7 +144,7 @@ def decode_attention(
     only that many latest keys; `logit_cap` > 0: cap * tanh(score / cap). Fills and returns
     `out` [bs, heads, head_dim] (new if None).
     """
-    return _chosen.decode_attention(
+    return _chosen().decode_attention(
         q,
         k_buffer,
         v_buffer,
@@ -171,7 +177,7 @@ def extend_attention(
     prefix_lens[i] older tokens and extend_lens[i] new ones whose keys and values are stored
     already. Other arguments as for `decode_attention`.
     """
-    return _chosen.extend_attention(
+    return _chosen().extend_attention(
         q,
         k_buffer,
         v_buffer,
