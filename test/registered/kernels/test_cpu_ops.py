@@ -46,7 +46,7 @@ def test_linear_equals_torch_in_every_format(k: int, weight_format: ops.WeightFo
     weight = torch.randn(53, k) / k**0.5
     bias = torch.randn(53)
     stored = weight if weight_format == "fp32" else ops.CompressedWeight(weight, weight_format)
-    for n in (*range(1, 9), native.SMALL_ROWS):
+    for n in (*range(1, 9), ops.small_rows()):
         x = torch.randn(n, k)
         close(native.linear(x, stored, bias), reference.linear(x, stored, bias))
         close(native.linear(x, stored), reference.linear(x, stored))
@@ -59,9 +59,9 @@ def test_linear_row_is_bitwise_the_same_alone_and_in_a_batch(
 ) -> None:
     weight = torch.randn(131, 200)
     stored = weight if weight_format == "fp32" else ops.CompressedWeight(weight, weight_format)
-    x = torch.randn(native.SMALL_ROWS, 200)
+    x = torch.randn(ops.small_rows(), 200)
     alone = torch.cat([native.linear(row[None], stored) for row in x])
-    for n in range(2, native.SMALL_ROWS + 1):
+    for n in range(2, ops.small_rows() + 1):
         assert torch.equal(native.linear(x[:n], stored), alone[:n])
 
 
@@ -98,7 +98,7 @@ def test_linear_reads_rows_that_lie_apart_and_rejects_broken_rows() -> None:
 def test_many_rows_use_the_float32_source() -> None:
     weight = torch.randn(16, 32)
     stored = ops.CompressedWeight(weight, "int8")
-    x = torch.randn(ops.SMALL_ROWS + 1, 32)
+    x = torch.randn(ops.small_rows() + 1, 32)
     expected = x @ (weight if ops.available() else stored.dequantized()).T
     close(ops.linear(x, stored), expected)
 

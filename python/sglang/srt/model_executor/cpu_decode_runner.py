@@ -105,7 +105,7 @@ class CpuDecodeRunner:
 
     def can_run(self, batch: ForwardBatch) -> bool:
         """Plain decode of as many requests as the own products are faster for than torch's."""
-        return is_plain_decode(batch) and batch.batch_size <= ops.SMALL_ROWS
+        return is_plain_decode(batch) and batch.batch_size <= ops.small_rows()
 
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """One decode step."""

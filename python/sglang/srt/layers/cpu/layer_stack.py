@@ -106,7 +106,7 @@ class LayerStack:
     def run(self, hidden: torch.Tensor, rows: DecodeRows) -> torch.Tensor:
         """Embeddings [n, hidden] -> normed hidden states [n, hidden]; writes the new KV.
 
-        Meant for n <= ops.SMALL_ROWS; more rows work but torch's products would be faster.
+        Meant for n <= ops.small_rows(); more rows work but torch's products would be faster.
         """
         if self._native is not None:
             return native.layer_stack(

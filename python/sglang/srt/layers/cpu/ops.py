@@ -1,11 +1,12 @@
 """Float32 operations of a decoder-only model on the CPU: one name, one meaning, fast where it can.
 
 The implementation is chosen once, at the first call: the C++ kernels (compiled at the first call on
-a machine, then cached) or, without a compiler or with HISPEC_CPU_KERNELS=off, torch. Callers cannot tell them apart but by speed. Inputs are float32 on the CPU; rows may lie
-apart (views of a fused product), the values of one row may not. ValueError otherwise.
+a machine, then cached) or, without a compiler or with HISPEC_CPU_KERNELS=off, torch. Callers cannot
+tell them apart but by speed. Inputs are float32 on the CPU; rows may lie apart (views of a fused
+product), the values of one row may not. ValueError otherwise.
 
 With the kernels, the result of one row depends neither on the other rows nor on the number of
-threads, for `linear` as long as the call has at most `SMALL_ROWS` rows.
+threads, for `linear` as long as the call has at most `small_rows` rows.
 
 Used by the layers, the CPU attention backend and benchmarks; not reentrant: one model thread.
 """
@@ -26,7 +27,6 @@ from sglang.srt.layers.cpu.weights import (
 )
 
 __all__ = [
-    "SMALL_ROWS",
     "WEIGHT_FORMATS",
     "CompressedWeight",
     "WeightFormat",
@@ -39,16 +39,20 @@ __all__ = [
     "rmsnorm",
     "rotary",
     "silu_and_mul",
+    "small_rows",
     "word_sums",
 ]
-
-# `linear` computes up to this many rows itself; beyond, torch's products are faster.
-SMALL_ROWS = native.SMALL_ROWS
 
 
 def available() -> bool:
     """Whether the C++ kernels are in use (False: the torch implementations are)."""
     return _chosen() is native
+
+
+def small_rows() -> int:
+    """How many rows `linear` computes itself; with more, torch's products are faster."""
+    _chosen()  # more where the kernels find AVX-512
+    return native.SMALL_ROWS
 
 
 @functools.cache
@@ -67,7 +71,7 @@ def linear(
 ) -> torch.Tensor:
     """x [n, k] times weight [m, k] transposed, plus bias [m] -> [n, m], all float32.
 
-    Up to SMALL_ROWS rows the kernels read the weight as it is stored: float32, bfloat16 or float16
+    Up to `small_rows` rows the kernels read the weight as it is stored: float32, bfloat16 or float16
     tensors or a CompressedWeight; products and sums are float32 in every case. More rows are
     torch's (from a CompressedWeight: with its float32 source).
     """
