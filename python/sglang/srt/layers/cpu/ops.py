@@ -71,9 +71,9 @@ def linear(
 ) -> torch.Tensor:
     """x [n, k] times weight [m, k] transposed, plus bias [m] -> [n, m], all float32.
 
-    Up to `small_rows` rows the kernels read the weight as it is stored: float32, bfloat16 or float16
-    tensors or a CompressedWeight; products and sums are float32 in every case. More rows are
-    torch's (from a CompressedWeight: with its float32 source).
+    Up to `small_rows` rows the kernels read the weight as it is stored: float32, bfloat16 or
+    float16 tensors or a CompressedWeight; products and sums are float32 in every case. More rows
+    are torch's (from a CompressedWeight: with its float32 source).
     """
     return _chosen().linear(x, weight, bias)
 
