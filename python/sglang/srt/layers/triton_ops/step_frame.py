@@ -56,22 +56,23 @@ def _receive_decode_kernel(
 ) -> None:
     counted = tl.load(count)
     row = inputs + counted % num_places * stride
-    tl.store(received, tl.load(row, volatile=True))
+    number = tl.load(row, volatile=True)  # stored last: a store waits for it, and so would the rest
     row += _HEAD
-    received += _HEAD
+    target = received + _HEAD
     for start in range(0, size, BLOCK):
         index = start + tl.arange(0, BLOCK)
         inside = index < size
         req = tl.load(row + index, mask=inside, other=0, volatile=True)
         length = tl.load(row + size + index, mask=inside, other=1, volatile=True)
         slot = tl.load(row + 2 * size + index, mask=inside, volatile=True)
-        tl.store(received + index, req, mask=inside)
-        tl.store(received + size + index, length, mask=inside)
-        tl.store(received + 2 * size + index, slot, mask=inside)
+        tl.store(target + index, req, mask=inside)
+        tl.store(target + size + index, length, mask=inside)
+        tl.store(target + 2 * size + index, slot, mask=inside)
         tl.store(positions + index, length - 1, mask=inside)
         tl.store(input_ids + index, tl.load(last_token_ids + req, mask=inside), mask=inside)
         cell = req_to_token + req * table_stride + length - 1
         tl.store(cell, slot.to(tl.int32), mask=inside)
+    tl.store(received, number)
     tl.debug_barrier()
     tl.store(count, counted + 1)
 
