@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+import torch
 
 from sglang.srt.entrypoints import launch
 from sglang.srt.server_args import ServerArgs
@@ -108,21 +109,45 @@ def test_sigterm_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_requests_cut_off_by_sigterm_are_no_faults_of_the_server(
+def test_requests_cut_off_by_sigterm_get_proper_errors(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What neither ends nor goes on in time is told so, in the shape of each endpoint."""
     monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "1")
+    long = {"max_new_tokens": 1500, "ignore_eos": True}
     with _serving(model_path, tmp_path / "log") as server, ThreadPoolExecutor() as pool:
         server.wait_ready()
-        pause = requests.post(server.url + "/pause_generation", json={"mode": "retract"})
+        native = _stream(server, "/generate", {"text": "hi", "sampling_params": long})
+        openai = _stream(server, "/v1/completions", {"prompt": "hi", "model": "m", **_OPENAI_LONG})
+        begun = [next(native), next(openai)]
+        assert all(text.startswith("data: ") and "error" not in text for text in begun)
+        pause = requests.post(server.url + "/pause_generation", json={"mode": "in_place"})
         assert pause.status_code == 200
         waiting = pool.submit(server.generate)
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
+        ends = [list(native)[-2:], list(openai)[-2:]]
         assert server.process.wait(15) == 0, server.log.read_text()
         log = server.log.read_text()
-        assert "Cancel 1 running task" in log and "Traceback" not in log, log
-        assert waiting.exception() is not None or waiting.result().status_code >= 500
+        assert "Traceback" not in log and "Cancel" not in log, log
+        answer = waiting.result()
+        assert (answer.status_code, answer.json()["code"]) == (503, 503)
+        assert "shutting down" in answer.json()["message"]
+        for failure, done in ends:
+            error = json.loads(failure.removeprefix("data: "))["error"]
+            assert done == "data: [DONE]"
+            assert (error["code"], error["retryable"]) == (503, True)
+            assert "shutting down" in error["message"]
+
+
+_OPENAI_LONG = {"max_tokens": 1500, "ignore_eos": True}
+
+
+def _stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[str]:
+    """Events of a streamed answer as they come."""
+    reply = requests.post(server.url + path, json={**body, "stream": True}, stream=True, timeout=60)
+    assert reply.status_code == 200
+    return (line for line in reply.iter_lines(chunk_size=1, decode_unicode=True) if line)
 
 
 def test_sigterm_to_the_whole_group_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
@@ -179,6 +204,15 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
         assert server.process.wait(30) == 1
         log = server.log.read_text()
         assert "nothing does not exist" in log and "Traceback" not in log
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_clear_line(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log", "--device", "cuda") as server:
+        assert server.process.wait(60) == 1
+        log = server.log.read_text()
+        assert log.count("failed to start: --device cuda: ") == 1
+        assert "Traceback" not in log, log
 
 
 def test_a_corrupt_model_shows_the_cause(model_path: Path, tmp_path: Path) -> None:

@@ -275,6 +275,21 @@ def test_bad_grammar_fails_soon_with_a_short_reason(
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", "{", "Invalid json_schema: not JSON: .*: line 1 column 2 "),
+        ("json_schema", '{"a": 1,\n]', "Invalid json_schema: not JSON: .*: line 2 column 1 "),
+        ("regex", "(", r"Invalid regex: at 1\(8\) of the compiled grammar: .* unclosed group"),
+    ],
+)
+def test_positions_in_reasons_are_the_clients_or_said_not_to_be(
+    backend: BaseGrammarBackend, kind: str, text: str, reason: str
+) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        backend.compile_async(kind, text).result(timeout=30)
+
+
 def test_panic_of_the_engine_becomes_a_grammar_error(
     backend: BaseGrammarBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
