@@ -112,42 +112,67 @@ def test_sigterm_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
 def test_requests_cut_off_by_sigterm_get_proper_errors(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What neither ends nor goes on in time is told so, in the shape of each endpoint."""
+    """Whoever has no answer in time is told so in the shape of its endpoint, queued or running."""
     monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "1")
-    long = {"max_new_tokens": 1500, "ignore_eos": True}
-    with _serving(model_path, tmp_path / "log") as server, ThreadPoolExecutor() as pool:
+    flags = ("--max-running-requests", 3)
+    with _serving(model_path, tmp_path / "log", *flags) as server, ThreadPoolExecutor() as pool:
         server.wait_ready()
-        native = _stream(server, "/generate", {"text": "hi", "sampling_params": long})
-        openai = _stream(server, "/v1/completions", {"prompt": "hi", "model": "m", **_OPENAI_LONG})
+        slow = requests.post(server.url + "/slow_down", json={"forward_sleep_time": 0.1})
+        assert slow.status_code == 200
+        sampling = {"max_new_tokens": 300, "ignore_eos": True}
+        native = _stream(server, "/generate", {"text": "hi", "sampling_params": sampling})
+        body = {"model": str(model_path), "prompt": "hi", "max_tokens": 300, "ignore_eos": True}
+        openai = _stream(server, "/v1/completions", body)
         begun = [next(native), next(openai)]
         assert all(text.startswith("data: ") and "error" not in text for text in begun)
-        pause = requests.post(server.url + "/pause_generation", json={"mode": "in_place"})
-        assert pause.status_code == 200
-        waiting = pool.submit(server.generate)
+        running, queued = [
+            pool.submit(_post, server, "/generate", {"text": "hi", "sampling_params": sampling})
+            for _ in range(2)
+        ]
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
         ends = [list(native)[-2:], list(openai)[-2:]]
         assert server.process.wait(15) == 0, server.log.read_text()
         log = server.log.read_text()
+        assert "Failing 4 requests" in log, log
         assert "Traceback" not in log and "Cancel" not in log, log
-        answer = waiting.result()
-        assert (answer.status_code, answer.json()["code"]) == (503, 503)
-        assert "shutting down" in answer.json()["message"]
+        for answer in (running.result(), queued.result()):
+            error = answer.json()
+            assert (answer.status_code, error["code"], error["type"]) == (503, 503, "503")
+            assert error["message"] == "The server is shutting down."
+        assert json.loads(ends[0][0].removeprefix("data: "))["error"]["retryable"] is True
         for failure, done in ends:
             error = json.loads(failure.removeprefix("data: "))["error"]
             assert done == "data: [DONE]"
-            assert (error["code"], error["retryable"]) == (503, True)
-            assert "shutting down" in error["message"]
+            assert error["code"] == 503
+            assert error["message"] == "The server is shutting down."
 
 
-_OPENAI_LONG = {"max_tokens": 1500, "ignore_eos": True}
+def test_requests_held_by_a_pause_get_proper_errors_at_sigterm(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "1")
+    with _serving(model_path, tmp_path / "log") as server, ThreadPoolExecutor() as pool:
+        server.wait_ready()
+        pause = requests.post(server.url + "/pause_generation", json={"mode": "retract"})
+        assert pause.status_code == 200
+        waiting = pool.submit(server.generate)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0, server.log.read_text()
+        assert waiting.result().status_code == 503
+        assert "Traceback" not in server.log.read_text()
+
+
+def _post(server: Server, path: str, body: dict[str, Any], **options: Any) -> requests.Response:
+    return requests.post(server.url + path, json=body, timeout=60, **options)
 
 
 def _stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[str]:
     """Events of a streamed answer as they come."""
-    reply = requests.post(server.url + path, json={**body, "stream": True}, stream=True, timeout=60)
+    reply = _post(server, path, {**body, "stream": True}, stream=True)
     assert reply.status_code == 200
-    return (line for line in reply.iter_lines(chunk_size=1, decode_unicode=True) if line)
+    return (line.decode() for line in reply.iter_lines(chunk_size=1) if line)
 
 
 def test_sigterm_to_the_whole_group_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
