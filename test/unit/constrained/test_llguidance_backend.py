@@ -281,9 +281,11 @@ def test_bad_grammar_fails_soon_with_a_short_reason(
         ("json_schema", "{", "Invalid json_schema: not JSON: .*: line 1 column 2 "),
         ("json_schema", '{"a": 1,\n]', "Invalid json_schema: not JSON: .*: line 2 column 1 "),
         ("regex", "(", r"Invalid regex: at 1\(8\) of the compiled grammar: .* unclosed group"),
+        ("ebnf", "root ::= root", "Invalid ebnf: no text fits the grammar"),
+        ("ebnf", 'root ::= root "a"', "Invalid ebnf: no text fits the grammar"),
     ],
 )
-def test_positions_in_reasons_are_the_clients_or_said_not_to_be(
+def test_reasons_are_in_terms_of_the_clients_text(
     backend: BaseGrammarBackend, kind: str, text: str, reason: str
 ) -> None:
     with pytest.raises(GrammarError, match=reason):

@@ -159,8 +159,7 @@ class LLGuidanceBackend(BaseGrammarBackend):
             # The first mask builds most of the lexer; better here than in the scheduler's loop.
             matcher.fill_mask(np.empty_like(self._eos_row))
         if matcher.error is not None:
-            reason = _ENGINE_POSITION.sub(r"\1 of the compiled grammar:", matcher.error)
-            raise GrammarError(f"Invalid {kind}: {reason}")
+            raise GrammarError(f"Invalid {kind}: {_readable(matcher.error)}")
         return matcher
 
     def _structural_tag_grammar(self, text: str) -> str:
@@ -203,6 +202,13 @@ def _list_of(value: Any, kind: type[T]) -> list[T]:
     if isinstance(value, list) and all(isinstance(item, kind) for item in value):
         return value
     return []
+
+
+def _readable(reason: str) -> str:
+    """The engine's reason for refusing a grammar, for somebody who does not know the engine."""
+    if reason == "NoExtensionBias":
+        return "no text fits the grammar."
+    return _ENGINE_POSITION.sub(r"\1 of the compiled grammar:", reason)
 
 
 def _shorten(message: str) -> str:
