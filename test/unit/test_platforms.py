@@ -50,6 +50,19 @@ def test_cpu_facts() -> None:
     assert 0 < platform.held_bytes() < memory.total_bytes
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_told_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="^--device cuda: [^\n]+\\.$"):
+        CudaPlatform().configure_process(None)
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"no GPU {count}: .* sees {count}"):
+        CudaPlatform(count).configure_process(None)
+
+
 def test_cpu_streams_and_events_are_done_at_once() -> None:
     platform: Platform = CpuPlatform()
     stream, event = platform.stream(), platform.event()

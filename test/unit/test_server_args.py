@@ -340,6 +340,30 @@ def test_an_8_bit_cache_needs_the_triton_backend(name: str) -> None:
         _cpu(device="cuda", kv_cache_dtype="fp4_e2m1")
 
 
+def test_triton_kernels_need_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError) as caught:
+        _cpu(attention_backend="triton")
+    assert str(caught.value) == "--attention-backend triton needs --device cuda."
+    assert _cpu(device="cuda", attention_backend="triton").attention_backend == "triton"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert _cpu(attention_backend="triton").attention_backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"cuda_graph_config": "{bad"}, "--cuda-graph-config {bad: configuring CUDA graphs is"),
+        ({"enable_lora": True}, "--enable-lora: serving LoRA adapters is"),
+        ({"tool_call_parser": "x"}, "--tool-call-parser x: parsing tool calls is"),
+    ],
+)
+def test_refusals_of_missing_features_are_sentences(kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        _cpu(**kwargs)
+    assert str(caught.value) == f"{text} not available in this release."
+
+
 def test_legacy_flags_of_cuda_graphs() -> None:
     args = _parse("--cuda-graph-max-bs", 12, "--cuda-graph-bs", 1, 4, "--disable-cuda-graph")
     assert args.cuda_graph_max_bs_decode == 12
@@ -521,7 +545,7 @@ def test_long_temporary_folders_fall_back_to_tcp(
         (["serve", "--model-path", "m", "--no-such-flag"], "unrecognized arguments"),
         (["serve", "--model-path", "m", "--tp", "two"], "invalid int value"),
         (["serve", "--model-path", "m", "--page-size", "16", "--chunked", "7"], "multiple"),
-        (["serve", "--model-path", "m", "--enable-lora"], "LoRA adapters is not available"),
+        (["serve", "--model-path", "m", "--enable-lora"], "serving LoRA adapters is not available"),
         (["nonsense"], "unknown command"),
     ],
 )

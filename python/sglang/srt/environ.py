@@ -216,7 +216,9 @@ class Envs:
         1800.0, "Seconds within which every child process must report that it is ready."
     )
     SGLANG_SHUTDOWN_TIMEOUT = _float(
-        5.0, "Seconds that children get to leave on their own before they are killed."
+        5.0,
+        "Seconds that requests get to finish after SIGTERM before they are answered with an error; "
+        "then that children get to leave on their own before they are killed.",
     )
     SGLANG_BLOCK_NONZERO_RANK_CHILDREN = _switch(
         True, "On nodes with rank > 0 the launcher stays until its scheduler processes end."

@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """A field whose feature is missing. Without `allowed`, only the default is accepted."""
+    """A field whose feature is missing. Without `allowed`, only the default is accepted.
+
+    `what` is in the singular: it goes before "is not available".
+    """
 
     field: str
     what: str
@@ -32,18 +35,18 @@ FP8_CACHE_DTYPES = ("fp8_e4m3", "fp8_e5m2")
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("load_format", "this weight format", ("auto", "safetensors", "pt", "gguf", "dummy")),
     NotBuilt("model_impl", "this model implementation", ("auto", "sglang")),
-    NotBuilt("quantization", "quantised weights"),
+    NotBuilt("quantization", "serving quantised weights"),
     NotBuilt(
         "kv_cache_dtype", "this KV cache type", ("auto", "bf16", "bfloat16", *FP8_CACHE_DTYPES)
     ),
     NotBuilt("is_embedding", "serving embeddings"),
     NotBuilt("checkpoint_engine_wait_weights_before_ready", "waiting for a first weight update"),
-    NotBuilt("model_loader_extra_config", "options of the weight loader"),
+    NotBuilt("model_loader_extra_config", "configuring the weight loader"),
     NotBuilt("download_dir", "another folder for hub models"),
     NotBuilt("delete_ckpt_after_loading", "deleting weight files"),
     NotBuilt("weight_cache_mode", "sharing loaded weights"),
-    NotBuilt("completion_template", "completion templates"),
-    NotBuilt("warmups", "named warm-up routines"),
+    NotBuilt("completion_template", "choosing a completion template"),
+    NotBuilt("warmups", "naming warm-up routines"),
     NotBuilt("tokenizer_worker_num", "more than one front process"),
     NotBuilt("sampling_backend", "this sampling backend", (None, "pytorch")),
     NotBuilt(
@@ -51,11 +54,11 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "this policy",
         ("fcfs", "lpm", "random", "dfs-weight", "lof", "priority"),
     ),
-    NotBuilt("cuda_graph_config", "options of CUDA graphs"),
+    NotBuilt("cuda_graph_config", "configuring CUDA graphs"),
     NotBuilt("cuda_graph_backend_decode", "this kind of CUDA graph", (None, "full", "disabled")),
     NotBuilt("cuda_graph_backend_prefill", "this kind of CUDA graph", (None, "full", "disabled")),
     NotBuilt("enable_deterministic_inference", "deterministic inference"),
-    NotBuilt("enable_mixed_chunk", "mixed prefill and decode batches"),
+    NotBuilt("enable_mixed_chunk", "mixing prefill and decode in a batch"),
     NotBuilt("enable_torch_compile", "torch.compile"),
     NotBuilt("torch_compile_max_bs", "torch.compile"),
     NotBuilt("crash_dump_folder", "writing the last requests at a crash"),
@@ -64,15 +67,15 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("enable_dp_attention", "data-parallel attention"),
     NotBuilt("rl_on_policy_target", "matching a trainer's numerics"),
     NotBuilt("rl_quant_profile", "matching a trainer's quantisation"),
-    NotBuilt("enable_custom_logit_processor", "custom logit processors"),
+    NotBuilt("enable_custom_logit_processor", "running custom logit processors"),
     NotBuilt("enable_return_routed_experts", "returning routed experts"),
-    NotBuilt("enable_strict_thinking", "limits on thinking"),
-    NotBuilt("enable_streaming_session", "sessions"),
+    NotBuilt("enable_strict_thinking", "limiting the thinking"),
+    NotBuilt("enable_streaming_session", "keeping sessions"),
     NotBuilt("disaggregation_mode", "splitting prefill and decode"),
-    NotBuilt("enable_lora", "LoRA adapters"),
-    NotBuilt("lora_paths", "LoRA adapters"),
-    NotBuilt("max_lora_rank", "LoRA adapters"),
-    NotBuilt("max_loras_per_batch", "LoRA adapters"),
+    NotBuilt("enable_lora", "serving LoRA adapters"),
+    NotBuilt("lora_paths", "serving LoRA adapters"),
+    NotBuilt("max_lora_rank", "serving LoRA adapters"),
+    NotBuilt("max_loras_per_batch", "serving LoRA adapters"),
     NotBuilt("hicache_host_memory_mode", "this use of the host pool", ("cache",)),
     NotBuilt("hicache_io_backend", "this way of copying", ("kernel", "direct")),
     NotBuilt(
@@ -92,15 +95,15 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "this algorithm",
         (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM"),
     ),
-    NotBuilt("speculative_draft_model_revision", "revisions of hub models"),
+    NotBuilt("speculative_draft_model_revision", "choosing a revision of a hub model"),
     NotBuilt("speculative_attention_mode", "another attention of the verification"),
     NotBuilt("speculative_token_map", "restricting the draft's vocabulary"),
     NotBuilt("speculative_draft_attention_backend", "another backend for the draft"),
-    NotBuilt("speculative_draft_model_quantization", "quantised drafts"),
-    NotBuilt("speculative_adaptive", "adaptive draft lengths"),
-    NotBuilt("speculative_adaptive_config", "adaptive draft lengths"),
-    NotBuilt("reasoning_parser", "reasoning parsers"),
-    NotBuilt("tool_call_parser", "tool call parsers"),
+    NotBuilt("speculative_draft_model_quantization", "quantising the draft"),
+    NotBuilt("speculative_adaptive", "adapting the draft length"),
+    NotBuilt("speculative_adaptive_config", "adapting the draft length"),
+    NotBuilt("reasoning_parser", "parsing reasoning"),
+    NotBuilt("tool_call_parser", "parsing tool calls"),
     NotBuilt(
         "attention_backend",
         "this attention backend",

@@ -7,6 +7,7 @@ again when processes are started, because the object is mutable.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import fields
 
@@ -139,6 +140,15 @@ def _check_model(args: ServerArgsFields) -> None:
     require(
         args.device == "cpu" or args.cpu_weight_format == "auto",
         "--cpu-weight-format needs --device cpu.",
+    )
+
+
+def _check_attention(args: ServerArgsFields) -> None:
+    # Triton's own switch, with which kernels run on the CPU, very slowly.
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    require(
+        args.device == "cuda" or args.attention_backend != "triton" or is_interpreted,
+        "--attention-backend triton needs --device cuda.",
     )
 
 
@@ -322,6 +332,7 @@ _CHECKS: tuple[Callable[[ServerArgsFields], None], ...] = (
     _check_choices,
     check_ranges,
     _check_model,
+    _check_attention,
     _check_kv_cache,
     _check_cuda_graphs,
     _check_http,

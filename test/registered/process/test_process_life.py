@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import requests
+import torch
 
 from sglang.srt.entrypoints import launch
 from sglang.srt.server_args import ServerArgs
@@ -108,7 +109,46 @@ def test_sigterm_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def test_requests_cut_off_by_sigterm_are_no_faults_of_the_server(
+def test_requests_cut_off_by_sigterm_get_proper_errors(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has no answer in time is told so in the shape of its endpoint, queued or running."""
+    monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "1")
+    flags = ("--max-running-requests", 3)
+    with _serving(model_path, tmp_path / "log", *flags) as server, ThreadPoolExecutor() as pool:
+        server.wait_ready()
+        slow = requests.post(server.url + "/slow_down", json={"forward_sleep_time": 0.1})
+        assert slow.status_code == 200
+        sampling = {"max_new_tokens": 300, "ignore_eos": True}
+        native = _stream(server, "/generate", {"text": "hi", "sampling_params": sampling})
+        body = {"model": str(model_path), "prompt": "hi", "max_tokens": 300, "ignore_eos": True}
+        openai = _stream(server, "/v1/completions", body)
+        begun = [next(native), next(openai)]
+        assert all(text.startswith("data: ") and "error" not in text for text in begun)
+        running, queued = [
+            pool.submit(_post, server, "/generate", {"text": "hi", "sampling_params": sampling})
+            for _ in range(2)
+        ]
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        ends = [list(native)[-2:], list(openai)[-2:]]
+        assert server.process.wait(15) == 0, server.log.read_text()
+        log = server.log.read_text()
+        assert "Failing 4 requests" in log, log
+        assert "Traceback" not in log and "Cancel" not in log, log
+        for answer in (running.result(), queued.result()):
+            error = answer.json()
+            assert (answer.status_code, error["code"], error["type"]) == (503, 503, "503")
+            assert error["message"] == "The server is shutting down."
+        assert json.loads(ends[0][0].removeprefix("data: "))["error"]["retryable"] is True
+        for failure, done in ends:
+            error = json.loads(failure.removeprefix("data: "))["error"]
+            assert done == "data: [DONE]"
+            assert error["code"] == 503
+            assert error["message"] == "The server is shutting down."
+
+
+def test_requests_held_by_a_pause_get_proper_errors_at_sigterm(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "1")
@@ -120,9 +160,19 @@ def test_requests_cut_off_by_sigterm_are_no_faults_of_the_server(
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0, server.log.read_text()
-        log = server.log.read_text()
-        assert "Cancel 1 running task" in log and "Traceback" not in log, log
-        assert waiting.exception() is not None or waiting.result().status_code >= 500
+        assert waiting.result().status_code == 503
+        assert "Traceback" not in server.log.read_text()
+
+
+def _post(server: Server, path: str, body: dict[str, Any], **options: Any) -> requests.Response:
+    return requests.post(server.url + path, json=body, timeout=60, **options)
+
+
+def _stream(server: Server, path: str, body: dict[str, Any]) -> Iterator[str]:
+    """Events of a streamed answer as they come."""
+    reply = _post(server, path, {**body, "stream": True}, stream=True)
+    assert reply.status_code == 200
+    return (line.decode() for line in reply.iter_lines(chunk_size=1) if line)
 
 
 def test_sigterm_to_the_whole_group_is_a_clean_stop(model_path: Path, tmp_path: Path) -> None:
@@ -179,6 +229,15 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
         assert server.process.wait(30) == 1
         log = server.log.read_text()
         assert "nothing does not exist" in log and "Traceback" not in log
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_clear_line(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log", "--device", "cuda") as server:
+        assert server.process.wait(60) == 1
+        log = server.log.read_text()
+        assert log.count("failed to start: --device cuda: ") == 1
+        assert "Traceback" not in log, log
 
 
 def test_a_corrupt_model_shows_the_cause(model_path: Path, tmp_path: Path) -> None:

@@ -275,6 +275,23 @@ def test_bad_grammar_fails_soon_with_a_short_reason(
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("json_schema", "{", "Invalid json_schema: not JSON: .*: line 1 column 2 "),
+        ("json_schema", '{"a": 1,\n]', "Invalid json_schema: not JSON: .*: line 2 column 1 "),
+        ("regex", "(", r"Invalid regex: at 1\(8\) of the compiled grammar: .* unclosed group"),
+        ("ebnf", "root ::= root", "Invalid ebnf: no text fits the grammar"),
+        ("ebnf", 'root ::= root "a"', "Invalid ebnf: no text fits the grammar"),
+    ],
+)
+def test_reasons_are_in_terms_of_the_clients_text(
+    backend: BaseGrammarBackend, kind: str, text: str, reason: str
+) -> None:
+    with pytest.raises(GrammarError, match=reason):
+        backend.compile_async(kind, text).result(timeout=30)
+
+
 def test_panic_of_the_engine_becomes_a_grammar_error(
     backend: BaseGrammarBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ tokens, exactly once, and an idle scheduler must have every slot and row account
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 from sglang.srt.mem_cache.tree_components.base import InvariantError
-from sglang.test.fakes.fake_worker import FakeSpeculativeWorker, oracle
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.test.fakes.fake_worker import FakeModelWorker, FakeSpeculativeWorker, oracle
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 
 
@@ -129,6 +131,31 @@ def test_every_policy_serves_everybody(policy):
     harness.run_until_idle()
     for index, prompt in enumerate(prompts):
         assert harness.tokens(f"r{index}") == _expected(prompt, 6)
+
+
+class _SlowPrefillWorker(FakeModelWorker):
+    """Each chunk takes some time on the device."""
+
+    chunk_s = 0.05
+
+    def forward_batch_generation(self, batch):
+        if batch.forward_mode is ForwardMode.EXTEND:
+            time.sleep(self.chunk_s)
+        return super().forward_batch_generation(batch)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_the_prefill_ends_when_its_last_chunk_does(overlap, num_chunks):
+    worker = _SlowPrefillWorker(num_slots=256, page_size=1, max_requests=16, context_len=128)
+    harness = SchedulerHarness(worker=worker, chunk_size=16, overlap=overlap)
+    before = time.time()
+    harness.generate("r", range(1, 16 * num_chunks), 4, ignore_eos=True)
+    harness.run_until_idle()
+    times = harness.outputs["r"][-1].timings or {}
+    assert before <= times["forward_entry_time"] <= before + worker.chunk_s
+    spent = times["prefill_finished_time"] - times["forward_entry_time"]
+    assert num_chunks * worker.chunk_s <= spent <= time.time() - before
 
 
 def test_prefix_is_reused_and_reported():

@@ -7,6 +7,7 @@ Compiled on worker threads, matched on the scheduler thread.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ INITIAL_LEXER_FUEL = 300_000
 # Parser items a position; the engine's default of 2,000 fails on 500 optional properties.
 MAX_ITEMS_IN_ROW = 10_000
 MAX_ERROR_CHARS = 300
+# How the engine's reasons begin where they are about a place in the text that it made of a grammar.
+_ENGINE_POSITION = re.compile(r"^(at \d+\(\d+\)):")
 
 T = TypeVar("T")
 
@@ -140,6 +143,8 @@ class LLGuidanceBackend(BaseGrammarBackend):
             if kind == "structural_tag":
                 grammar = self._structural_tag_grammar(text)
             else:
+                if kind == "json_schema":
+                    _check_json(kind, text)  # the engine would count from the start of its own text
                 grammar = grammar_from(kind, text)  # type: ignore[arg-type]
         except GrammarError:
             raise
@@ -154,15 +159,12 @@ class LLGuidanceBackend(BaseGrammarBackend):
             # The first mask builds most of the lexer; better here than in the scheduler's loop.
             matcher.fill_mask(np.empty_like(self._eos_row))
         if matcher.error is not None:
-            raise GrammarError(f"Invalid {kind}: {matcher.error}")
+            raise GrammarError(f"Invalid {kind}: {_readable(matcher.error)}")
         return matcher
 
     def _structural_tag_grammar(self, text: str) -> str:
         """Free text in which each trigger starts a tagged span that obeys a JSON schema."""
-        try:
-            spec = json.loads(text)
-        except (ValueError, RecursionError) as exc:
-            raise GrammarError(f"Invalid structural_tag: not JSON: {exc}") from exc
+        spec = _check_json("structural_tag", text)
         spec = spec if isinstance(spec, dict) else {}
         structures = _list_of(spec.get("structures"), dict)
         triggers = _list_of(spec.get("triggers"), str)
@@ -187,11 +189,26 @@ class LLGuidanceBackend(BaseGrammarBackend):
         return StructTag(trigger=trigger, begin=begin, grammar=schema, end=end)
 
 
+def _check_json(kind: str, text: str) -> Any:
+    """The value of a JSON text. Raises GrammarError with the position of a mistake."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise GrammarError(f"Invalid {kind}: not JSON: {exc}") from exc
+
+
 def _list_of(value: Any, kind: type[T]) -> list[T]:
     """`value` where it is a list of `kind`, else the empty list."""
     if isinstance(value, list) and all(isinstance(item, kind) for item in value):
         return value
     return []
+
+
+def _readable(reason: str) -> str:
+    """The engine's reason for refusing a grammar, for somebody who does not know the engine."""
+    if reason == "NoExtensionBias":
+        return "no text fits the grammar."
+    return _ENGINE_POSITION.sub(r"\1 of the compiled grammar:", reason)
 
 
 def _shorten(message: str) -> str:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -56,7 +58,7 @@ from sglang.srt.entrypoints.launch import (
     launch_subprocesses,
 )
 from sglang.srt.environ import envs
-from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.managers.tokenizer_manager import SHUTTING_DOWN, ServerStatus, TokenizerManager
 from sglang.srt.observability.http_metrics import add_http_metrics
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.common import (
@@ -89,6 +91,8 @@ _WARMUP_POLLS = 120
 _WARMUP_TIMEOUT_S = 600.0
 _KEEP_ALIVE_S = 60
 _ERROR_BYTES = 4000
+# What clients get to read the error with which the end of the server answers them.
+_LAST_WORDS_S = 2
 
 
 # ------------------------------------------------------------------------------------------------
@@ -358,6 +362,16 @@ class _Server(uvicorn.Server):
         self._manager.gracefully_exit = True
         super().handle_exit(sig, frame)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does, but whoever has no answer at the end of the time gets an error."""
+        drain_s = envs.SGLANG_SHUTDOWN_TIMEOUT.get()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(drain_s, self._manager.mark_dead, SHUTTING_DOWN)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Without raising the signals again at the end: leaving is not a failure."""
@@ -394,7 +408,7 @@ def _setup_and_run_http_server(server_args: ServerArgs, state: _GlobalState) -> 
         loop="uvloop",
         http="httptools",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(envs.SGLANG_SHUTDOWN_TIMEOUT.get()),
+        timeout_graceful_shutdown=math.ceil(envs.SGLANG_SHUTDOWN_TIMEOUT.get() + _LAST_WORDS_S),
         ssl_keyfile=server_args.ssl_keyfile,
         ssl_certfile=server_args.ssl_certfile,
         ssl_ca_certs=server_args.ssl_ca_certs,

@@ -58,7 +58,7 @@ class BatchResultProcessor:
         self.num_released = 0  # requests that ended, ever
         self.spec_total: SpecCounters | None = None  # since the last cache flush
 
-    def process(self, batch: ScheduleBatch, result: GenerationBatchResult, now: float) -> None:
+    def process(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Apply one step. Waits for the step's copies to the host.
 
         Collective over the TP ranks where a request of the step has a stop regex.
@@ -68,7 +68,8 @@ class BatchResultProcessor:
         if batch.traits.wants_logprobs:
             logprobs = _OutputLogprobs(result.logits_output, result.tokens_per_req)
         if batch.forward_mode is ForwardMode.EXTEND:
-            settled = self._process_prefill(batch, result.logits_output, tokens, logprobs, now)
+            ended = result.ended_time
+            settled = self._process_prefill(batch, result.logits_output, tokens, logprobs, ended)
         elif tokens.is_plain and logprobs is None and not batch.traits.wants_hidden_states:
             settled = self._process_plain_decode(batch, tokens)
         else:
@@ -88,9 +89,12 @@ class BatchResultProcessor:
         logits: LogitsProcessorOutput,
         tokens: ResolvedTokens,
         logprobs: _OutputLogprobs | None,
-        now: float,
+        ended: float,
     ) -> list[Req]:
-        """Returns the requests whose prompt is complete, for the cache."""
+        """Returns the requests whose prompt is complete, for the cache.
+
+        `ended`: when the step ended, Unix time.
+        """
         complete: list[Req] = []
         for index, (req, new_ids) in enumerate(zip(batch.reqs, _per_request(batch, tokens))):
             # A request may have ended (been aborted) while this step was on the device.
@@ -101,7 +105,7 @@ class BatchResultProcessor:
                 self._collect_hidden(req, batch, index, logits)
             if batch.chunked[index]:
                 continue
-            self._end_of_prefill(req, now)
+            self._end_of_prefill(req, ended)
             self._advance(req, index, new_ids, tokens, logprobs, commits=False)
             self.streamer.add(req)
             complete.append(req)
@@ -240,11 +244,11 @@ class BatchResultProcessor:
                 return StepVerdicts(grammar_end=index)
         return StepVerdicts()
 
-    def _end_of_prefill(self, req: Req, now: float) -> None:
+    def _end_of_prefill(self, req: Req, ended: float) -> None:
         if req.logprobs is not None and not req.logprobs.input_done:
             self._finish_input_logprobs(req)
         if not req.prefill_finished_time:
-            req.prefill_finished_time = now
+            req.prefill_finished_time = ended
 
     # -- ends -----------------------------------------------------------------------------------
 

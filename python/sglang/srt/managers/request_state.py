@@ -160,7 +160,7 @@ class ReqState:
             self.output_ids.extend(output.new_token_ids)
             self.last_token_time = now
             if not self.first_token_time:
-                self.first_token_time = now
+                self.first_token_time = _first_token_time(output, now)
         if self.logprobs is not None and output.logprobs is not None:
             self.logprobs.add(output.logprobs, self._text_of)
         if output.hidden_states is not None:
@@ -263,6 +263,15 @@ class ReqState:
                 [] if sent.input_logprobs else list(logprobs.input_token_ids)
             )
             meta["output_token_ids_logprobs"] = logprobs.output_token_ids[start:]
+
+
+def _first_token_time(output: RequestOutput, now: float) -> float:
+    """When the first token was there, of a request whose first tokens came with `output`, now.
+
+    Where the end came with them, nobody was to get the first one: the scheduler knows when it was.
+    """
+    made = (output.timings or {}).get("prefill_finished_time")
+    return made or now
 
 
 def warn_of_nan(state: ReqState) -> None:

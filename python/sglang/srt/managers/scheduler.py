@@ -452,7 +452,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
 
     def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult) -> None:
         """Read a step's result into its requests; release those that finished."""
-        self.result_processor.process(batch, result, self._now)
+        self.result_processor.process(batch, result)
         self.reports.on_result(result.launched_at, result.ended_at)
         if batch.forward_mode is ForwardMode.DECODE:
             self.reports.on_decode(self._requests_now)

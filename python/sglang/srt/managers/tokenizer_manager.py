@@ -77,6 +77,7 @@ _PAUSE_ABORT_PERIOD_S = 1.0
 _PAUSE_MODES = ("abort", "retract", "in_place")
 
 
+SHUTTING_DOWN = "The server is shutting down."
 _ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
@@ -231,7 +232,7 @@ class TokenizerManager:
         if self.dead_message is not None:
             raise EngineUnavailableError(self.dead_message)
         if self.gracefully_exit:
-            raise EngineUnavailableError("The server is shutting down.")
+            raise EngineUnavailableError(SHUTTING_DOWN)
 
     def check_text(self, text: str) -> None:
         """Refuse a prompt that cannot fit the context, without tokenising it."""
@@ -515,10 +516,11 @@ class TokenizerManager:
         return True
 
     def mark_dead(self, message: str) -> None:
-        """The engine is gone: fail every waiting request and control call. Loop thread only."""
+        """Nobody will answer: fail every waiting request and control call. Loop thread only."""
         if self.dead_message is not None:
             return
-        logger.error("%s: failing %d requests", message, len(self.rid_to_state))
+        level = logging.WARNING if self.gracefully_exit else logging.ERROR
+        logger.log(level, "Failing %d requests: %s", len(self.rid_to_state), message)
         self.dead_message = message
         self.server_status = ServerStatus.UnHealthy
         reason = {

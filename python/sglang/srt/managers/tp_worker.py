@@ -78,6 +78,11 @@ class GenerationBatchResult:
         """Most tokens of a request in this step, and its rows in `logits_output`."""
         return self.next_token_ids.shape[1] if self.next_token_ids.dim() > 1 else 1
 
+    @property
+    def ended_time(self) -> float:
+        """`ended_at` as Unix time."""
+        return time.time() - (time.perf_counter() - self.ended_at)
+
     def start_copy(self) -> None:
         """Begin the copies to the host; they end before `resolve` returns."""
         if self.report is not None:

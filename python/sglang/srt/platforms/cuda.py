@@ -86,10 +86,22 @@ class CudaPlatform(Platform):
         torch.cuda.manual_seed_all(seed)
 
     def configure_process(self, num_threads: int | None) -> None:
+        """See `Platform`. Raises ValueError, one sentence, where there is no such device."""
+        _check_device(self._device.index)
         torch.cuda.set_device(self._device)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         torch.set_grad_enabled(False)
+
+
+def _check_device(index: int) -> None:
+    if torch.version.cuda is None:
+        raise ValueError("--device cuda: this torch is a CPU build.")
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no CUDA device that torch can use.")
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ValueError(f"--device cuda: there is no GPU {index}, torch sees {count} of them.")
 
 
 def uuid_of_device(index: int) -> str:
