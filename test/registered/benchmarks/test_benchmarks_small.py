@@ -101,7 +101,7 @@ def test_serving_measures_soaks_and_draws(runs: dict[str, Future[Done]]) -> None
     summary = result["summary"]
     assert summary["outcomes"] == {"ok": 40} and summary["short_answers"] == 0
     assert result["server"]["version"] and summary["client_lag_ms"]["count"] > 0
-    assert {"time to first token", "between events"} <= set(summary["latencies_ms"])
+    assert {"time to first token", "between tokens"} <= set(summary["latencies_ms"])
     picture = done.folder / PLOT
     if importlib.util.find_spec("matplotlib") is not None:
         assert picture.read_bytes().startswith(PNG_SIGNATURE)
