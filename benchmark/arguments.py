@@ -31,12 +31,26 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return super()._get_help_string(action)
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help begins with the first line of a docstring and ends with the rest."""
     first, _, rest = (doc or "").partition("\n")
     return argparse.ArgumentParser(
         description=first, epilog=rest.strip("\n"), formatter_class=HelpFormatter
     )
+
+
+def parse_small(parser: argparse.ArgumentParser, small: dict[str, Any]) -> argparse.Namespace:
+    """Read the command line; `--small` brings other defaults, and what is given counts in any case.
+
+    A `--model` beside it ends with an error: the small form makes one of its own.
+    """
+    args = parser.parse_args()
+    if args.small:
+        if getattr(args, "model", None):
+            parser.error("--small has a tiny model of its own: leave out --model")
+        parser.set_defaults(**small)
+        args = parser.parse_args()
+    return args
 
 
 def whole_number(least: int) -> Callable[[str], int]:
@@ -85,6 +99,12 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text} is no JSON object such as {{"top_k": 5}}')
     return value
+
+
+def model_path(text: str) -> str:
+    if not Path(text).expanduser().exists():
+        raise argparse.ArgumentTypeError(f"there is no {text}")
+    return text
 
 
 def output_file(text: str) -> Path:

@@ -51,8 +51,8 @@ from arguments import (
     count,
     json_object,
     length_range,
-    make_parser,
     output_file,
+    parser_of,
     positive,
     whole_number,
 )
@@ -91,7 +91,7 @@ SERVER_FACTS = (
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; `--small` replaces sizes that were not given."""
-    parser = make_parser(__doc__)
+    parser = parser_of(__doc__)
     server = parser.add_argument_group("server")
     server.add_argument("--url", default="http://127.0.0.1:30000", help="where the server listens")
     server.add_argument(
