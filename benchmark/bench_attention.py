@@ -14,7 +14,6 @@ median of the replays is taken. `--sweep` also tries other block sizes and PyTor
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -22,10 +21,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 
+from arguments import count, output_file, parser_of, require_device
 from sglang.test.triton_interpreter import use_interpreter
 
 if not torch.cuda.is_available():
@@ -49,6 +48,7 @@ HAS_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 DTYPE = torch.bfloat16 if HAS_CUDA else torch.float16
 CACHE_BYTES = 200 << 20  # several times the last-level cache
+KINDS = ["decode", "verify", "extend", "ops"]
 HEADS, KV_HEADS, HEAD_DIM = (32, 8, 128) if HAS_CUDA else (4, 2, 16)
 
 Action = Callable[[], object]
@@ -398,13 +398,19 @@ def show(results: list[Result]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--kinds", nargs="*", help="of decode, verify, extend and ops")
-    parser.add_argument("--batches", nargs="*", type=int, help="batch sizes; all by default")
+    parser = parser_of(__doc__)
+    parser.add_argument("--json", type=output_file, help="also write all figures to this file")
+    parser.add_argument(
+        "--sweep", action="store_true", help="other block sizes and PyTorch's kernels as well"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a few small loads: a self-test, on a CPU as well"
+    )
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, help="of measurements; default: all")
+    parser.add_argument("--batches", nargs="*", type=count, help="batch sizes; default: all")
     args = parser.parse_args()
+    if not args.small:
+        require_device("cuda", "--small is the form for the CPU")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     torch.manual_seed(0)
     ceilings = measure_ceilings(args.small)

@@ -27,8 +27,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, Protocol
+
+from arguments import model_path, output_file, parse_small
 
 BANDWIDTH_BUFFER_BYTES = 1 << 30
 PROMPT_LEN = 64
@@ -276,16 +277,18 @@ def report(figures: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="folder of a Llama-like model with safetensors")
+    parser.add_argument(
+        "--model", type=model_path, help="folder of a Llama-like model with safetensors"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads of each process")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
     parser.add_argument("--prefill", type=int, default=1024, help="prompt tokens of prefill")
     parser.add_argument("--steps", type=int, default=48, help="decode steps measured")
     parser.add_argument("--cpu-weight-format", default="auto", help="as the server's flag")
     parser.add_argument("--small", action="store_true", help="tiny model, one round")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--json", type=output_file, help="also write all figures to this file")
     parser.add_argument("--role", choices=["engine", "transformers"], help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse_small(parser, {"rounds": 1, "prefill": 32, "steps": 4})
     if args.role:
         serve(args)
         return
@@ -294,7 +297,6 @@ def main() -> None:
             from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
             args.model = str(make_tiny_checkpoint(folder))
-            args.rounds, args.prefill, args.steps = 1, 32, 4
         if not args.model:
             parser.error("--model is needed (or --small)")
         result = report(run_rounds(args))

@@ -20,11 +20,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
 
+from arguments import output_file
 from sglang.srt.layers.cpu import native, ops, reference
 from sglang.srt.layers.cpu.layer_stack import (
     DecoderLayer,
@@ -277,7 +277,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=output_file, help="also write the figures to this file")
     parser.add_argument("--small", action="store_true", help="tiny shapes: checks that it runs")
     return parser.parse_args(arguments)
 

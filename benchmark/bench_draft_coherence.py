@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from arguments import model_path, output_file, require_device
 from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.prompts import mixed_prompts
 from sglang.test.small_server import SmallServer, serve
@@ -98,15 +99,18 @@ def run_round(server: SmallServer, talk: Conversations, num_tokens: int, progres
     return result
 
 
+SMALL = {"conversations": 3, "turns": 2, "rounds": 2, "num_tokens": 16, "pool_tokens": 1024}
+
+
 def parse_args() -> argparse.Namespace:
     from sglang.test.test_utils import SMALL_EAGLE3_DRAFT
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="target, a model folder")
+    parser.add_argument("--model", type=model_path, help="target, a model folder")
     parser.add_argument("--draft", default=str(SMALL_EAGLE3_DRAFT), help="EAGLE3 draft folder")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a few requests, a self-test")
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
@@ -116,11 +120,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pool-tokens", type=int, default=2048)
     parser.add_argument("--host-ratio", type=float, default=2.0)
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", type=output_file, help="file for the figures")
     args = parser.parse_args()
     if args.small:
-        args.conversations, args.turns, args.rounds, args.num_tokens = 3, 2, 2, 16
-        args.pool_tokens = 1024
+        parser.set_defaults(**SMALL)
+        args = parser.parse_args()
+    require_device(args.device, "--device cpu is the form without one")
     if args.model is None:
         default = Path.home() / ".cache/hispec/smollm2-135m-instruct"
         args.model = str(default)
@@ -171,8 +176,8 @@ def main() -> None:
             }
             for one in rounds
         ]
-        Path(args.json).write_text(
-            json.dumps({"arguments": vars(args), "rounds": figures}, indent=2)
+        args.json.write_text(
+            json.dumps({"arguments": vars(args), "rounds": figures}, indent=2, default=str)
         )
 
 

@@ -12,7 +12,6 @@ parallel. Needs a CUDA device.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -20,12 +19,12 @@ import logging
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from arguments import count, output_file, parser_of, require_device
 from bench_attention import Action, seconds_per_call
 from sglang.srt.layers.triton_ops.device import launch_early
 from sglang.srt.layers.triton_ops.gemv import GemvConfig, choose_config, gemv
@@ -125,12 +124,15 @@ def bench_chain(rows: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4], help="tokens")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser = parser_of(__doc__)
+    parser.add_argument("--rows", type=count, nargs="+", default=[1, 2, 4], help="tokens")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of models"
+    )
     parser.add_argument("--sweep", action="store_true", help="try other block sizes too")
-    parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
+    parser.add_argument("--json", type=output_file, help="where to write the JSON")
     args = parser.parse_args()
+    require_device("cuda", "its kernels have no form for the CPU")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     configs = {rows: sweep_configs(rows) if args.sweep else [] for rows in args.rows}
     shapes = {(model, name): s for model in args.shapes for name, s in SHAPES[model].items()}

@@ -32,9 +32,15 @@ from typing import Any
 
 import requests
 
+from arguments import model_path, output_file, parse_small, require_device
 from sglang.test.small_server import SmallServer, serve, sum_series
 
 PARTS = ("ttft", "flush", "storage", "throughput")
+SMALL = {
+    **{"device": "cpu", "lengths": [256], "page_size": 16, "pool_tokens": 2048},
+    **{"rounds": 1, "flush_cycles": 3, "pairs": 1},
+    **{"num_requests": 4, "input_len": 32, "output_len": 8},
+}
 DETAILS = {"L1": "device", "L2": "host", "L3": "storage"}
 
 
@@ -282,7 +288,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder of a model or of a shape (config.json alone)")
+    parser.add_argument(
+        "--model", type=model_path, help="folder of a model or of a shape (config.json alone)"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny random model, a self-test")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
@@ -301,18 +309,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--storage-size", default="100GB", help="most bytes in it")
     parser.add_argument("--read-threads", type=int, default=4, help="of the file backend")
     parser.add_argument("--flags", default="", help="further flags of the servers")
-    parser.add_argument("--json", help="file for the figures")
-    return parser.parse_args()
+    parser.add_argument("--json", type=output_file, help="file for the figures")
+    args = parse_small(parser, SMALL)
+    if not (args.model or args.small):
+        parser.error("--model is needed (or --small)")
+    require_device(args.device)
+    return args
 
 
-def shrink(args: argparse.Namespace, folder: Path) -> int:
-    """Small sizes and a tiny model; returns its vocabulary size."""
+def tiny_model(args: argparse.Namespace, folder: Path) -> int:
+    """Make a tiny model; returns its vocabulary size."""
     from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-    args.model = str(make_tiny_checkpoint(folder / "model", "llama", max_position_embeddings=2048))
-    args.device, args.lengths, args.page_size = "cpu", [256], 16
-    args.pool_tokens, args.rounds, args.flush_cycles, args.pairs = 2048, 1, 3, 1
-    args.num_requests, args.input_len, args.output_len = 4, 32, 8
+    longest = max(2048, max(args.lengths) + 64, args.input_len + 2 * args.output_len)
+    args.model = str(
+        make_tiny_checkpoint(folder / "model", "llama", max_position_embeddings=longest)
+    )
     return vocab_size(args.model)
 
 
@@ -408,7 +420,7 @@ def show(results: dict[str, Any]) -> None:
 def main() -> None:
     args = parse_args()
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        words = shrink(args, Path(temporary)) if args.small else vocab_size(args.model)
+        words = tiny_model(args, Path(temporary)) if args.small else vocab_size(args.model)
         check_pool(args)
         storage = args.storage_dir or str(Path(temporary) / "l3")
         flags = server_flags(args)
@@ -449,7 +461,7 @@ def main() -> None:
             )
     show(results)
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=2))
+        args.json.write_text(json.dumps(results, indent=2, default=str))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ a row. `share` is the rate over that of one large copy of pinned memory in the s
 
 Then, for small pages, which of the kernel and the copy engine is faster; what it costs to carry the
 KV of a one-layer draft model along; and how long it takes to pin memory. `--small` is a tiny form
-that runs anywhere; on the CPU both pools are host memory and the share is that of a plain copy.
+for `--device cpu`: there both pools are host memory and the share is that of a plain copy.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -23,12 +22,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
+from arguments import output_file, parser_of, require_device
 from sglang.srt.mem_cache import host_copy
 from sglang.srt.mem_cache.host_memory import HostMemory
+from sglang.srt.mem_cache.host_pool_sizing import host_memory_info
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool_host import (
     LAYOUTS,
@@ -57,6 +57,14 @@ class Shape:
     sweep_page_sizes: tuple[int, ...]
     ceiling_bytes: int
     repeats: int
+
+    @property
+    def pool_tokens(self) -> int:
+        return max(self.tokens) * 5 // 4
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """KV of one token, that of a one-layer draft included."""
+        return 2 * (self.layers + 1) * self.heads * self.head_dim * dtype.itemsize
 
 
 LLAMA_8B = Shape(
@@ -170,7 +178,7 @@ class Bench:
 
     def device_pool(self, page_size: int, layers: int) -> MHATokenToKVPool:
         pool = MHATokenToKVPool(
-            size=max(self.shape.tokens) * 5 // 4 // page_size * page_size,
+            size=self.shape.pool_tokens // page_size * page_size,
             page_size=page_size,
             dtype=self.dtype,
             head_num=self.shape.heads,
@@ -387,16 +395,39 @@ def show(result: Result) -> None:
     )
 
 
+def check_memory(shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    """Say how large the pools are. Raises SystemExit where the host has too little memory free.
+
+    On the CPU the device pool lies there as well, and so do the two copies of the transferred bytes
+    that are compared.
+    """
+    pool_bytes = shape.pool_tokens * shape.token_bytes(dtype)
+    host_bytes = pool_bytes
+    if device.type == "cpu":
+        host_bytes += pool_bytes + 2 * max(shape.tokens) * shape.token_bytes(dtype)
+    host_bytes = max(host_bytes, shape.ceiling_bytes)
+    free_bytes = host_memory_info().free_bytes
+    sizes = f"pools of {pool_bytes / GIB:.2f} GiB each, {host_bytes / GIB:.2f} GiB of host memory"
+    if host_bytes > free_bytes:
+        raise SystemExit(
+            f"bench_hicache_copy.py: {sizes}, and {free_bytes / GIB:.2f} GiB are free; "
+            "--small is the small form"
+        )
+    logger.info("%s", sizes)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default=None)
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where it runs")
     parser.add_argument("--small", action="store_true", help="a tiny shape")
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--json", type=output_file, help="also write all figures to this file")
     args = parser.parse_args()
+    require_device(args.device)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    platform = init_platform(name)
-    bench = Bench(SMALL if args.small else LLAMA_8B, platform.device, platform.default_dtype)
+    platform = init_platform(args.device)
+    shape = SMALL if args.small else LLAMA_8B
+    check_memory(shape, platform.device, platform.default_dtype)
+    bench = Bench(shape, platform.device, platform.default_dtype)
     # A stream of its own, as in the server: the driver takes no batches on the default one.
     with platform.use_stream(platform.stream()):
         bench.run()
@@ -404,7 +435,7 @@ def main() -> None:
         logger.info("%-45s %8.3f", key, value)
     if args.json is not None:
         report = {
-            "device": torch.cuda.get_device_name() if name == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
             "torch": torch.__version__,
             "shape": asdict(bench.shape),
             "notes": bench.notes,

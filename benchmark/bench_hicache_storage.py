@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 
 import hicache_shared_stores as shared
+from arguments import output_file
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorageConfig,
@@ -316,7 +317,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--busy", action="store_true", help="file: beside a busy thread as well")
     parser.add_argument("--cold", action="store_true", help="file: from the disk, not its cache")
-    parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
+    parser.add_argument("--json", type=output_file, help="where to write the JSON")
     args = parser.parse_args()
     if args.layouts is None:
         # Servers with a shared store keep pages in one piece.

@@ -6,8 +6,11 @@ be random (`--load-format dummy`): speed does not depend on their values.
 * decode, each batch size: `--input-len` random tokens in, `--output-len` out, the first steps
   dropped; tokens per second, and the share of the limit: bytes of weights and KV that a step must
   read ÷ read bandwidth;
-* prefill: one prompt; time to the first token, and MFU: operations ÷ measured matmul rate;
-* overhead, as `bench_overhead.py` explains it.
+* prefill: one prompt; time to the first token, and MFU: operations ÷ (time × measured matmul rate);
+* busy: device time of the decode steps ÷ wall time; what is missing is time in which the device
+  waits for the host (on the CPU: the share of forward and sampler);
+* step / replay: time of a step in the engine ÷ that of its bare captured graph in a loop (on the
+  CPU: of the model's forward). `bench_overhead.py` measures both more exactly.
 
     python benchmark/bench_one_batch.py --model benchmark/shapes/llama-3.1-8b --load-format dummy
     python benchmark/bench_one_batch.py --device cpu --small
@@ -25,12 +28,21 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
+from arguments import (
+    count,
+    model_path,
+    output_file,
+    parse_small,
+    parser_of,
+    positive,
+    require_device,
+    whole_number,
+)
+from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -46,6 +58,8 @@ from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from step_cost import prefill_ops, step_bytes
 
 DROPPED_STEPS = 32
+LEAST_OUTPUT_LEN = 6  # one step is left to measure
+SMALL = {"batch": [1, 4], "prefill": [64], "input_len": 16, "output_len": 24, "repeats": 1}
 
 
 class HostEvent:
@@ -318,61 +332,93 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `Bench` and `run`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
-        "--model", help="folder of the model, or of its config.json for dummy weights"
+        "--model",
+        type=model_path,
+        help="folder of the model, or of its config.json for dummy weights",
     )
     parser.add_argument("--load-format", default="auto", help="as the server's flag")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where it runs")
     parser.add_argument("--attention-backend", help="default: the device's")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--threads", type=count, help="CPU threads; default: all cores")
+    parser.add_argument("--page-size", type=count, default=1, help="tokens of a page of KV")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
-    parser.add_argument("--context-length", type=int, help="default: the model's")
-    parser.add_argument("--mem-fraction-static", type=float, default=None)
-    parser.add_argument("--max-total-tokens", type=int, help="size of the KV pool")
+    parser.add_argument("--context-length", type=count, help="tokens; default: the model's")
+    parser.add_argument("--mem-fraction-static", type=positive, help="as the server's flag")
+    parser.add_argument("--max-total-tokens", type=count, help="tokens of the KV pool")
     parser.add_argument(
-        "--chunk-size", type=int, default=8192, help="most tokens of a prefill step"
-    )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="runs of each figure; the median counts"
+        "--chunk-size", type=count, default=8192, help="most tokens of a prefill step"
     )
     parser.add_argument(
-        "--first-uses", type=int, nargs="*", default=[], help="prompts to time at first sight"
+        "--batch", type=count, nargs="+", default=[1, 8, 64, 256], help="requests that decode"
     )
     parser.add_argument(
-        "--warm-up-tokens", type=int, default=0, help="of prefill, as a server does"
+        "--prefill", type=count, nargs="*", default=[8192], help="prompts to time, tokens"
     )
-    parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--input-len", type=count, default=512, help="tokens before decode")
+    parser.add_argument(
+        "--output-len", type=whole_number(LEAST_OUTPUT_LEN), default=256, help="tokens of decode"
+    )
+    parser.add_argument(
+        "--repeats", type=count, default=5, help="runs of each figure; the median counts"
+    )
+    parser.add_argument(
+        "--first-uses",
+        type=count,
+        nargs="*",
+        default=[],
+        metavar="TOKENS",
+        help="send a prompt of each length twice: the ms of the first of its length and of another",
+    )
+    parser.add_argument(
+        "--warm-up-tokens",
+        type=whole_number(0),
+        default=0,
+        help="of a prefill before the first request, as a server does",
+    )
+    parser.add_argument("--disable-cuda-graph", action="store_true", help="no captured steps")
     parser.add_argument("--profile", action="store_true", help="device time by kernel (CUDA)")
-    parser.add_argument("--small", action="store_true", help="tiny random model: a self-test")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument(
+        "--small", action="store_true", help="tiny random model and sizes: a self-test"
+    )
+    parser.add_argument("--json", type=output_file, help="also write all figures to this file")
     return parser
 
 
-def shrink(args: argparse.Namespace, folder: str) -> None:
-    """Turn the options into those of the self-test, on a tiny model in `folder`."""
-    args.model, args.load_format = str(make_tiny_checkpoint(folder)), "auto"
-    args.batch, args.prefill = [1, 4], [64]
-    args.input_len, args.output_len, args.repeats = 16, 24, 1
-    args.max_total_tokens = 2048
+def use_tiny_model(args: argparse.Namespace, folder: str) -> None:
+    """Make a tiny model in `folder` that takes these lengths, and a pool that holds them."""
+    longest = max([args.input_len + args.output_len, *args.prefill, *args.first_uses]) + 1
+    checkpoint = make_tiny_checkpoint(folder, max_position_embeddings=max(512, longest))
+    args.model, args.load_format = str(checkpoint), "auto"
+    args.max_total_tokens = args.max_total_tokens or max(2048, 2 * max(args.batch) * longest)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line, and end where it asks for what the device does not have."""
+    parser = make_parser()
+    args = parse_small(parser, SMALL)
+    if not (args.model or args.small):
+        parser.error("--model is needed (or --small)")
+    if args.device == "cpu" and args.profile:
+        parser.error("--profile needs a CUDA device")
+    if args.device == "cpu" and args.kv_cache_dtype.startswith("fp8"):
+        parser.error(f"--kv-cache-dtype {args.kv_cache_dtype} needs a CUDA device")
+    require_device(args.device)
+    return args
 
 
 def main() -> None:
-    parser = make_parser()
-    args = parser.parse_args()
+    args = parse_arguments()
     with tempfile.TemporaryDirectory() as folder:
         if args.small:
-            shrink(args, folder)
-        if not args.model:
-            parser.error("--model is needed (or --small)")
+            use_tiny_model(args, folder)
         if args.attention_backend is None:
             args.attention_backend = init_platform(args.device).default_attention_backend
-        rows = run(args)
+        try:
+            rows = run(args)
+        except ModelConfigError as error:
+            raise SystemExit(f"bench_one_batch.py: {error}") from error
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

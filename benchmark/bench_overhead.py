@@ -26,10 +26,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_one_batch import Bench, make_parser, shrink
+from arguments import count, output_file, parser_of, require_device, whole_number
+from bench_one_batch import LEAST_OUTPUT_LEN, SMALL, Bench, make_parser, use_tiny_model
 from sglang.srt.platforms import current_platform, init_platform
 
 SHAPES = Path(__file__).parent / "shapes"
+DEFAULT_SHAPES = ["llama-3.1-8b", "llama-3.2-1b", "tiny"]
 
 
 def bench_arguments(args: argparse.Namespace) -> argparse.Namespace:
@@ -37,7 +39,7 @@ def bench_arguments(args: argparse.Namespace) -> argparse.Namespace:
     options = make_parser().parse_args(["--device", args.device])
     options.batch, options.repeats = args.batch, args.repeats
     options.input_len, options.output_len = args.input_len, args.output_len
-    options.load_format = "dummy"
+    options.load_format, options.prefill = "dummy", []
     options.max_total_tokens = 2 * max(args.batch) * (args.input_len + args.output_len)
     options.attention_backend = init_platform(args.device).default_attention_backend
     return options
@@ -69,27 +71,50 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line; the CPU has other defaults, and one model only."""
+    parser = parser_of(__doc__)
     parser.add_argument(
-        "--shapes", nargs="+", default=["llama-3.1-8b", "llama-3.2-1b", "tiny"], metavar="NAME"
+        "--device", default="cuda", choices=["cuda", "cpu"], help="cpu: the small form, a self-test"
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each figure; median")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    names = sorted(path.name for path in SHAPES.iterdir())
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help=f"of {', '.join(names)}; default: {' '.join(DEFAULT_SHAPES)}",
+    )
+    parser.add_argument(
+        "--batch", type=count, nargs="+", default=[1, 8, 64], help="requests that decode"
+    )
+    parser.add_argument("--input-len", type=count, default=128, help="tokens before decode")
+    parser.add_argument(
+        "--output-len", type=whole_number(LEAST_OUTPUT_LEN), default=256, help="tokens of decode"
+    )
+    parser.add_argument("--repeats", type=count, default=3, help="runs of each figure; median")
+    parser.add_argument("--json", type=output_file, help="also write all figures to this file")
     args = parser.parse_args()
+    if args.device == "cpu":
+        if args.shapes:
+            parser.error("--device cpu has a tiny model only: leave out --shapes")
+        parser.set_defaults(**SMALL)
+        args = parser.parse_args()
+    require_device(args.device, "--device cpu is the small form")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
     options = bench_arguments(args)
     rows: list[dict[str, Any]] = []
     sys.stdout.write("shape          batch    ms/step  ms/replay     busy   step / replay\n")
     if args.device == "cpu":
         with tempfile.TemporaryDirectory() as folder:
-            shrink(options, folder)
+            use_tiny_model(options, folder)
             rows += measure("tiny, random", options)
     else:
-        for name in args.shapes:
+        for name in args.shapes or DEFAULT_SHAPES:
             options.model = str(SHAPES / name)
             options.context_length = 4096
             rows += measure(name, options)

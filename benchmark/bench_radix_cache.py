@@ -19,10 +19,10 @@ from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from arguments import output_file
 from sglang.srt.mem_cache.allocator import (
     BaseTokenToKVPoolAllocator,
     create_token_to_kv_pool_allocator,
@@ -202,7 +202,7 @@ def main() -> None:
     """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--small", action="store_true", help="a tiny tree, for a quick check")
-    parser.add_argument("--json", type=Path, default=None, help="where to write the JSON")
+    parser.add_argument("--json", type=output_file, help="where to write the JSON")
     parser.add_argument("--page-sizes", type=int, nargs="+", default=[1, 16, 64])
     args = parser.parse_args()
     torch.set_num_threads(1)

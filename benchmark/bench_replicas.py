@@ -32,6 +32,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from arguments import output_file
 from serving.conversations import (
     TIERS,
     Client,
@@ -224,7 +225,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0, help="kill replicas for so long")
     parser.add_argument("--replicas", type=int)
     parser.add_argument("--small", action="store_true", help="a self-test")
-    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--json", type=output_file, help="file for the figures")
     return parser.parse_args()
 
 
@@ -259,7 +260,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         result = measure(args, plan, Path(root))
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2))
+        args.json.write_text(json.dumps(result, indent=2))
     if result.get("kills", {}).get("failed"):
         raise SystemExit("requests failed")
 

@@ -16,12 +16,12 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
+from arguments import output_file, parse_small
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers import ipc
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -146,10 +146,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="running requests")
     parser.add_argument("--steps", type=int, default=300, help="steps measured")
     parser.add_argument("--small", action="store_true", help="8 requests, 30 steps: a self-test")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    args = parser.parse_args()
-    if args.small:
-        args.requests, args.steps = 8, 30
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
+    args = parse_small(parser, {"requests": 8, "steps": 30})
     torch.set_num_threads(1)
     rows = [
         measure(args.requests, args.steps, page_size, stream=stream, captured=captured)

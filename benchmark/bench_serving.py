@@ -10,7 +10,7 @@ request when one becomes free), or both: arrivals that wait for a place.
     python benchmark/bench_serving.py --serve MODEL_FOLDER --serve-flags "--page-size 64" --mix 5
     python benchmark/bench_serving.py --small         # own server, tiny random model: a self-test
 
-Latency starts when the request is sent, connecting included. Inter-token times are taken between
+Latency starts when the request is sent, connecting included. "Between tokens" is the time between
 events of a stream; where an event brings several tokens "per output token" is the better figure.
 Warm-up requests have the same shape, other content, and are not counted. The seed is new for each
 run unless given, since the same prompts would hit the server's prefix cache. The client watches
@@ -20,7 +20,8 @@ itself: the lag of its event loop and its share of a core are part of the result
 that the server is idle with no token in use, that the time per token of the last quarter is that
 of the first, and that nothing failed.
 
-SIGTERM ends the sending; what was measured until then is checked and reported.
+SIGTERM ends the sending. What is open then has 10 s to end; after that it is cut off, which counts
+as no failure. What was measured is checked and reported.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from arguments import (
+    count,
+    json_object,
+    length_range,
+    output_file,
+    parser_of,
+    positive,
+    whole_number,
+)
 from serving import plot, report, soak, workloads
 from serving.backends import BACKENDS, RequestOptions
 from serving.http_stream import Endpoint, HttpError, fetch_json
@@ -81,42 +91,65 @@ SERVER_FACTS = (
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; `--small` replaces sizes that were not given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     server = parser.add_argument_group("server")
-    server.add_argument("--url", default="http://127.0.0.1:30000")
-    server.add_argument("--backend", choices=sorted(BACKENDS), default="sglang")
+    server.add_argument("--url", default="http://127.0.0.1:30000", help="where the server listens")
+    server.add_argument(
+        "--backend",
+        choices=sorted(BACKENDS),
+        default="sglang",
+        help="sglang: /generate with token ids; the others: the endpoints of OpenAI's interface",
+    )
     server.add_argument("--model", default="default", help="model name in OpenAI requests")
-    server.add_argument("--api-key")
-    server.add_argument("--extra-body", type=json.loads, default={}, help="JSON for each request")
+    server.add_argument("--api-key", help="sent as a bearer token")
+    server.add_argument(
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="an object whose fields each request carries",
+    )
     server.add_argument(
         "--small", action="store_true", help="serve a tiny random model, a self-test"
     )
     server.add_argument("--serve", metavar="MODEL", help="start a server of this model for the run")
     server.add_argument("--serve-flags", default="", help="of --serve: its command line")
     load = parser.add_argument_group("load")
-    load.add_argument("--request-rate", type=float, default=None, help="per second; default inf")
-    load.add_argument("--concurrency", type=int, help="most requests at once")
-    load.add_argument("--num-prompts", type=int, help="default 200, or the whole file")
-    load.add_argument("--warmup", type=int, default=4, help="requests before, not counted")
-    load.add_argument("--timeout", type=float, default=600.0, help="seconds, each request")
+    load.add_argument("--request-rate", type=positive, help="requests per second; default inf")
+    load.add_argument("--concurrency", type=count, help="most requests at once")
+    load.add_argument("--num-prompts", type=count, help="default 200, or the whole file")
+    load.add_argument(
+        "--warmup", type=whole_number(0), default=4, help="requests before, not counted"
+    )
+    load.add_argument("--timeout", type=positive, default=600.0, help="seconds, each request")
     load.add_argument("--seed", type=int, help="default: a new one")
-    load.add_argument("--mix", type=float, metavar="MINUTES", help="mixed soak load with checks")
+    load.add_argument(
+        "--mix",
+        type=positive,
+        metavar="MINUTES",
+        help="mixed soak load, then three checks: server idle, no drift, no failures",
+    )
     load.add_argument(
         "--drift-tolerance", type=float, default=0.05, help="of --mix, slower by that share"
     )
     work = parser.add_argument_group("workload")
-    work.add_argument("--workload", choices=["random", "prefix", "file"], default="random")
-    work.add_argument("--input-len", type=LengthRange.parse, help="N or LOW:HIGH, default 512")
-    work.add_argument("--output-len", type=LengthRange.parse, help="N or LOW:HIGH, default 128")
-    work.add_argument("--groups", type=int, default=8, help="of prefix: different prefixes")
-    work.add_argument("--prefix-len", type=int, help="of prefix: shared tokens, default 1024")
+    work.add_argument(
+        "--workload",
+        choices=["random", "prefix", "file"],
+        default="random",
+        help="prompts: independent, in groups with a shared prefix, or of --file",
+    )
+    work.add_argument("--input-len", type=length_range, help="N or LOW:HIGH, default 512")
+    work.add_argument("--output-len", type=length_range, help="N or LOW:HIGH, default 128")
+    work.add_argument("--groups", type=count, default=8, help="of prefix: different prefixes")
+    work.add_argument("--prefix-len", type=count, help="of prefix: shared tokens, default 1024")
     work.add_argument("--file", type=Path, help="of file: JSONL of prompts")
-    work.add_argument("--vocab-size", type=int, help="random ids are below; default: the model's")
-    work.add_argument("--temperature", type=float, default=0.0)
+    work.add_argument("--vocab-size", type=count, help="random ids are below; default: the model's")
+    work.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     work.add_argument("--stop-at-eos", action="store_true", help="default: answers of full length")
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, help="write all figures to this file")
-    output.add_argument("--plot", type=Path, help="draw the run (needs matplotlib)")
+    output.add_argument("--json", type=output_file, help="write all figures to this file")
+    output.add_argument("--plot", type=output_file, help="draw the run (needs matplotlib)")
     args = parser.parse_args(arguments)
     if (args.workload == "file") != (args.file is not None):
         parser.error("--workload file and --file need each other")

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from arguments import model_path, output_file, parse_small, require_device
 from bench_one_batch import TimedWorker
 from sglang.srt.environ import envs
 from sglang.srt.platforms import current_platform
@@ -210,13 +211,24 @@ def compare(plain: list[dict[str, Any]], drafted: list[dict[str, Any]]) -> list[
     return rows
 
 
+SMALL = {
+    **{"batch": [1, 3], "input_len": 8, "output_len": 12},
+    **{"repeats": 1, "accept_length": 2.0},
+}
+
+
 def prepare(args: argparse.Namespace, folder: Path) -> None:
     """Turn `--small` and `--shape` into a model, a draft and the load."""
     if args.small:
-        args.model = str(make_tiny_checkpoint(folder / "target", num_hidden_layers=6))
+        args.model = str(
+            make_tiny_checkpoint(
+                folder / "target",
+                num_hidden_layers=6,
+                max_position_embeddings=max(512, args.input_len + 2 * args.output_len + 64),
+            )
+        )
         args.draft = str(make_tiny_draft(folder / "draft"))
-        args.batch, args.input_len, args.output_len, args.repeats = [1, 3], 8, 12, 1
-        args.accept_length, args.texts = 2.0, False
+        args.texts = False
     elif args.shape:
         args.model, args.load_format, args.texts = args.shape, "dummy", False
         config = json.loads((Path(args.shape) / "config.json").read_text())
@@ -230,9 +242,11 @@ def prepare(args: argparse.Namespace, folder: Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="folder of a real target")
-    parser.add_argument("--draft", help="folder of its draft; none for NGRAM")
-    parser.add_argument("--shape", help="folder of a config.json: random target and EAGLE3 draft")
+    parser.add_argument("--model", type=model_path, help="folder of a real target")
+    parser.add_argument("--draft", type=model_path, help="folder of its draft; none for NGRAM")
+    parser.add_argument(
+        "--shape", type=model_path, help="folder of a config.json: random target and EAGLE3 draft"
+    )
     parser.add_argument("--algorithm", default="EAGLE3")
     parser.add_argument("--load-format", default="auto", help="as the server's flag")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -245,7 +259,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-len", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=3, help="runs; the median counts")
     parser.add_argument("--small", action="store_true", help="tiny random pair: a self-test")
-    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--json", type=output_file, help="also write all figures to this file")
     parser.add_argument("--options", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(texts=True, side="plain", vocab_size=0)
     return parser
@@ -253,13 +267,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = make_parser()
-    args = parser.parse_args()
+    args = parse_small(parser, SMALL)
     if args.options is not None:
         options = json.loads(args.options.read_text())
         args.json.write_text(json.dumps(run_side(argparse.Namespace(**options))))
         return
     if not (args.model or args.shape or args.small):
         parser.error("--model, --shape or --small is needed")
+    require_device(args.device)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(args, folder)

@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from arguments import model_path, output_file, parse_small, require_device
 from sglang.srt.utils.network import get_free_port
 from sglang.test.small_server import SmallServer, serve
 from sglang.test.test_utils import get_gpu_count
@@ -158,11 +159,19 @@ def show_pauses(result: dict[str, float]) -> None:
         )
 
 
+SMALL = {
+    **{"device": "cpu", "gb": [1.0, 0.0001], "repeats": 1},
+    **{"batch": 3, "input_len": 8, "output_len": 3000, "cycles": 3},
+}
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder of a model or of a shape (config.json alone)")
+    parser.add_argument(
+        "--model", type=model_path, help="folder of a model or of a shape (config.json alone)"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny random model, a self-test")
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
@@ -174,17 +183,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds a trainer may take")
     parser.add_argument("--flags", default="", help="further flags of the server")
-    parser.add_argument("--json", help="file for the figures")
-    return parser.parse_args()
+    parser.add_argument("--json", type=output_file, help="file for the figures")
+    args = parse_small(parser, SMALL)
+    if not (args.model or args.small):
+        parser.error("--model is needed (or --small)")
+    require_device(args.device)
+    return args
 
 
-def shrink(args: argparse.Namespace, folder: Path) -> None:
-    """Small sizes and a tiny model on the CPU."""
+def tiny_model(folder: Path, context_length: int) -> str:
     from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-    args.model = str(make_tiny_checkpoint(folder / "model", max_position_embeddings=4096))
-    args.device, args.gb, args.repeats = "cpu", [1.0, 0.0001], 1
-    args.batch, args.input_len, args.output_len, args.cycles = 3, 8, 3000, 3
+    longest = max(4096, context_length)
+    return str(make_tiny_checkpoint(folder / "model", max_position_embeddings=longest))
 
 
 def server_flags(args: argparse.Namespace) -> list[str | int | float]:
@@ -217,9 +228,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         if args.small:
-            shrink(args, Path(temporary))
-        if args.model is None:
-            raise SystemExit("bench_weight_update.py: --model is missing (or --small)")
+            args.model = tiny_model(Path(temporary), args.input_len + args.output_len + 64)
         server = stack.enter_context(serve(args.model, *server_flags(args)))
         for part in args.only:
             reason = missing(part, args)
@@ -234,7 +243,7 @@ def main() -> None:
             sys.stdout.flush()
             if args.json:
                 figures = {"arguments": vars(args), **results}
-                Path(args.json).write_text(json.dumps(figures, indent=2))
+                args.json.write_text(json.dumps(figures, indent=2, default=str))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from arguments import output_file
 from serving.plot import BLUE, GREEN, ORANGE, SOFT, STYLE
 from serving.scaling import (
     GB,
@@ -297,18 +298,11 @@ def at_least(least: float, most: float = float("inf")) -> Callable[[str], float]
     return parse
 
 
-def picture_path(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
-    return path
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--png", type=picture_path, help="file for the picture")
+    parser.add_argument("--png", type=output_file, help="file for the picture")
     parser.add_argument("--prompt-len", type=at_least(1), default=Workload().prompt_len)
     parser.add_argument("--output-len", type=at_least(0), default=Workload().output_len)
     parser.add_argument("--reusable", type=at_least(0, 1), default=Workload().reusable)

@@ -30,15 +30,31 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-$PWD/device-results}
 SITE=${SITE:-/tmp/hispec-site}
-KEPT_PARTS=/tmp/hispec-parts
+KEPT_PARTS=${HISPEC_KEPT_PARTS:-/tmp/hispec-parts}
 CACHE=${HISPEC_CACHE:-$HOME/.cache/hispec}
-BACKGROUND=/tmp/hispec-background
+BACKGROUND=${HISPEC_BACKGROUND:-/tmp/hispec-background}
 ALL="tests tokens one-batch fp8-cache small overhead attention gemv copy hicache captured-prefill \
 speculative weights trainers mix"
+KNOWN="$ALL two-gpus draft"
 GGUF=SmolLM2-135M-Instruct.Q4_1.gguf
 MISSING=(annotated-types annotated-doc fastapi llguidance msgspec opentelemetry-api orjson pydantic
   pydantic-core==2.50.5 pyzmq starlette typing-inspection typing_extensions uvicorn httptools gguf
   pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers httpx)
+
+usage() { sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; }
+
+fail() {
+  echo "device.sh: $1" >&2
+  exit 2
+}
+
+# Before anything is installed or started.
+check_names() {
+  local one
+  for one in $*; do
+    [[ " $KNOWN " == *" $one "* ]] || fail "'$one' is none of $KNOWN"
+  done
+}
 
 fetch_wheels() {
   local platforms=() tag
@@ -144,10 +160,6 @@ run_one() {
       return $code
       ;;
     attention) "$PYTHON" benchmark/bench_attention.py --json "$OUT/attention.json" ;;
-    *)
-      echo "device.sh: '$1' is none of $ALL two-gpus draft" >&2
-      return 2
-      ;;
   esac
 }
 
@@ -160,7 +172,9 @@ start_run() {
 }
 
 follow_run() { # seconds
-  local end=$((SECONDS + $1))
+  [[ ${1:-} =~ ^[0-9]+$ ]] || fail "follow how many seconds? scripts/device.sh follow SECONDS"
+  [[ -d $BACKGROUND ]] || fail "there is nothing to follow: scripts/device.sh start comes first"
+  local end=$((SECONDS + 10#$1))
   until [[ -f $BACKGROUND/code || $SECONDS -ge $end ]]; do sleep 1; done
   mkdir -p "$OUT"
   cp -r "$BACKGROUND/." "$OUT"
@@ -177,6 +191,7 @@ case ${1:-} in
   parts) split_model ;;
   run)
     shift
+    check_names "$@"
     install_here
     failed=0
     for what in "${@:-$ALL}"; do
@@ -188,11 +203,13 @@ case ${1:-} in
     ;;
   start)
     shift
+    check_names "$@"
     start_run "$@"
     ;;
-  follow) follow_run "${2:?how many seconds}" ;;
+  follow) follow_run "${2:-}" ;;
+  -h | --help) usage ;;
   *)
-    sed -n '2,26p' "$0" | sed 's/^# \{0,1\}//'
+    usage >&2
     exit 2
     ;;
 esac

@@ -5,6 +5,12 @@
 #
 #   scripts/device_two_gpus.sh [two-gpus] [trainers] [weights]     default: two-gpus trainers
 set -euo pipefail
+case ${1:-} in
+  -h | --help)
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+    exit
+    ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Multicast over NVLink stays off, and both sides of a group share memory the same way.

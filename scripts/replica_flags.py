@@ -29,11 +29,18 @@ from sglang.srt.model_executor.model_runner import resolve_kv_dtype
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 SHARE_OF_FREE = 0.5
+_USAGE = "scripts/replica_flags.py N SMALL_MODEL_FOLDER [server flags]"
 _OF_SERVE_SH = ("--no-speculation", "--no-hicache", "--no-storage")
 
 
 def main(words: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
+    if {"-h", "--help"} & set(words[:2]):
+        sys.stdout.write(__doc__ or "")
+        return 0
+    if len(words) < 2 or not words[0].isdecimal() or int(words[0]) < 1:
+        sys.stderr.write(f"usage: {_USAGE}\n")
+        return 2
     logging.disable()
     try:
         return _run(words)

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -21,8 +21,10 @@ from serving.backends import Answer, Backend, StreamError
 from serving.http_stream import Endpoint, HttpError, fetch_json, stream_events
 from serving.workloads import PromptSpec
 
-Outcome = Literal["ok", "aborted", "disconnected", "error"]
+# "cut off": still open some time after the run was told to stop.
+Outcome = Literal["ok", "aborted", "disconnected", "cut off", "error"]
 
+STOP_GRACE_S = 10.0
 _LAG_PERIOD_S = 0.01
 _DONE = b"[DONE]"
 
@@ -76,6 +78,7 @@ class Pacing:
     concurrency: int | None = None
     duration_s: float | None = None  # no request is sent after that
     timeout_s: float = 600.0  # of one request
+    grace_s: float = STOP_GRACE_S  # after `stop`, for what is still open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +102,13 @@ class LoadGenerator:
         self._start = 0.0
         self._run_id = ""
         self._stopping = asyncio.Event()
+        self._open: set[asyncio.Task[None]] = set()
         self._sending_s = 0.0
 
     def stop(self) -> None:
-        """Send no further request of this run; those in flight end as they would have."""
+        """Send no further request of this run; those in flight have `grace_s` to end."""
         self._stopping.set()
-        self._sending_s = self._now()
+        self._sending_s = self._sending_s or self._now()
 
     async def run(
         self,
@@ -117,15 +121,10 @@ class LoadGenerator:
         self._stopping.clear()
         self._sending_s = 0.0
         lags: list[float] = []
-        watch = asyncio.create_task(_watch_lag(lags))
         cpu = time.process_time()
         self._start = time.perf_counter()
-        try:
+        async with _beside(_watch_lag(lags)), _beside(self._cut_off(pacing.grace_s)):
             records = await self._send_all(specs, pacing, on_done)
-        finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
         wall_s = self._now()
         share = (time.process_time() - cpu) / wall_s
         return Recording(
@@ -163,6 +162,8 @@ class LoadGenerator:
                 record = RequestRecord(spec.kind, spec.fate, spec.output_len, due_s, self._now())
                 records.append(record)
                 task = tasks.create_task(self._run_one(spec, number, record, pacing.timeout_s))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
                 if places:
                     task.add_done_callback(lambda _: places.release())
                 task.add_done_callback(partial(_report, on_done, record))
@@ -173,6 +174,13 @@ class LoadGenerator:
         """Return after that time, or at once when the run is to stop."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _cut_off(self, grace_s: float) -> None:
+        """Once the run is to stop, cancel what is open after that time."""
+        await self._stopping.wait()
+        await asyncio.sleep(grace_s)
+        for task in self._open:
+            task.cancel()
 
     async def _run_one(
         self, spec: PromptSpec, number: int, record: RequestRecord, timeout_s: float
@@ -188,10 +196,14 @@ class LoadGenerator:
         except TimeoutError:
             record.outcome = "disconnected" if leaves_by_clock else "error"
             record.error = "" if leaves_by_clock else f"no end within {timeout_s:g} s"
+        except asyncio.CancelledError:
+            record.outcome = "cut off"
+            raise
         except (OSError, HttpError, StreamError, ValueError, KeyError) as exc:
             record.error = f"{type(exc).__name__}: {exc}"
-        record.end_s = self._now()
-        _take_over(record, answer)
+        finally:
+            record.end_s = self._now()
+            _take_over(record, answer)
 
     async def _listen(
         self, spec: PromptSpec, rid: str, record: RequestRecord, answer: Answer
@@ -259,6 +271,18 @@ def _take_over(record: RequestRecord, answer: Answer) -> None:
     if told and record.outcome == "ok" and told != record.output_tokens:
         share = record.output_tokens / len(record.event_tokens)
         record.event_tokens = [share] * len(record.event_tokens)
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` while the context lasts, and end it then."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _watch_lag(lags: list[float]) -> None:

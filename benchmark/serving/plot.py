@@ -218,6 +218,7 @@ def _draw_requests(axes: Any, records: Sequence[RequestRecord]) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, borderaxespad=0.1)
     axes.set_ylim(len(shown), -1)
     axes.set_xlim(0, max((record.end_s for record in records), default=1.0))
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("seconds since the first request")
     axes.set_ylabel("request, in order of sending")
     axes.grid(axis="y", visible=False)

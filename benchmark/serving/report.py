@@ -101,7 +101,7 @@ def summarize(recording: Recording) -> Summary:
 def _latencies(good: list[RequestRecord], recording: Recording) -> dict[str, Distribution]:
     samples = {
         "time to first token": [record.ttft_s for record in good],
-        "between events": [gap for record in good for gap in record.gaps_s],
+        "between tokens": [gap for record in good for gap in record.gaps_s],
         "per output token": [tpot for record in good if (tpot := record.tpot_s) is not None],
         "end to end": [record.e2e_s for record in good],
     }

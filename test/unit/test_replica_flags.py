@@ -80,3 +80,13 @@ def test_a_folder_gives_its_name(script: ModuleType, model: Path) -> None:
 def test_wrong_flags_end_it(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["2", "", "--no-such-flag"]) == 2
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+def test_help_and_wrong_words_end_without_a_traceback(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--help"]) == 0
+    assert "replica_flags.py N SMALL_MODEL_FOLDER" in capsys.readouterr().out
+    for words in ([], ["2"], ["two", ""], ["0", ""]):
+        assert script.main(words) == 2
+        assert capsys.readouterr().err.startswith("usage: ")

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import bench_hicache_copy
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=60, suite="benchmarks")
@@ -101,10 +103,104 @@ def test_serving_measures_soaks_and_draws(runs: dict[str, Future[Done]]) -> None
     summary = result["summary"]
     assert summary["outcomes"] == {"ok": 40} and summary["short_answers"] == 0
     assert result["server"]["version"] and summary["client_lag_ms"]["count"] > 0
-    assert {"time to first token", "between events"} <= set(summary["latencies_ms"])
+    assert {"time to first token", "between tokens"} <= set(summary["latencies_ms"])
     picture = done.folder / PLOT
     if importlib.util.find_spec("matplotlib") is not None:
         assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+# (script, its command line, what its one line says); none of them measures anything.
+REFUSALS = [
+    *((name, words, "needs a CUDA device") for name, words in (
+        ("bench_one_batch", "--model {benchmarks}/shapes/tiny --load-format dummy"),
+        ("bench_one_batch", "--small"),
+        ("bench_overhead", ""),
+        ("bench_gemv", ""),
+        ("bench_attention", ""),
+        ("bench_hicache", "--model {benchmarks}/shapes/tiny"),
+        ("bench_hicache_copy", ""),
+        ("bench_speculative", "--small"),
+        ("bench_weight_update", "--model {benchmarks}/shapes/tiny"),
+        ("bench_draft_coherence", "--device cuda --model {benchmarks}"),
+        ("bench_one_batch", "--device cpu --small --profile"),
+        ("bench_one_batch", "--device cpu --small --kv-cache-dtype fp8_e4m3"),
+    )),
+    ("bench_one_batch", "--device cpu --small --batch 0", "0 is no whole number of 1 or more"),
+    ("bench_one_batch", "--device cpu --small --batch -1", "-1 is no whole number of 1 or more"),
+    ("bench_one_batch", "--device cpu --small --model {benchmarks}", "leave out --model"),
+    ("bench_one_batch", "--device cpu --model /nope", "there is no /nope"),
+    ("bench_one_batch", "--device cpu --model {benchmarks}", "config.json"),
+    ("bench_overhead", "--device cpu --shapes tiny", "has a tiny model only"),
+    ("bench_overhead", "--device cpu --shapes foo", "invalid choice: 'foo'"),
+    *((name, f"{' '.join(words)} /nope/x.json", "there is no folder /nope")
+      for name, words in SMALL_FORMS.items()),
+]  # fmt: skip
+REFUSING = """
+import contextlib, importlib, io, json, sys
+ends = []
+for name, words in json.loads(sys.argv[1]):
+    sys.argv = [name + ".py", *words]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            end = importlib.import_module(name).main()
+        except SystemExit as exc:
+            end = exc.code
+        except BaseException as exc:
+            end = 0
+            errors.write(f"raised {exc!r}")
+    # As the interpreter does with a message.
+    ends.append([end != 0, errors.getvalue() + (end if isinstance(end, str) else "")])
+print("ENDS" + json.dumps(ends))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[tuple[bool, str]]:
+    """Whether each of REFUSALS ended with an error, and what it said; in one process, no GPU."""
+    cases = [(name, words.format(benchmarks=BENCHMARKS).split()) for name, words, _ in REFUSALS]
+    path = os.pathsep.join([str(BENCHMARKS), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", REFUSING, json.dumps(cases)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return [tuple(end) for end in json.loads(done.stdout.partition("ENDS")[2])]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)), ids=lambda n: " ".join(REFUSALS[n][:2]))
+def test_what_cannot_be_measured_ends_with_one_line(
+    number: int, refusals: list[tuple[bool, str]]
+) -> None:
+    is_error, text = refusals[number]
+    message = text.partition(": error: ")[2] or text  # argparse: after the usage
+    assert is_error and REFUSALS[number][2] in message, text
+    assert len(message.strip().splitlines()) == 1 and "raised" not in text
+
+
+def test_small_form_takes_given_sizes(tmp_path: Path) -> None:
+    words = "--device cpu --small --batch 3 --input-len 600 --output-len 8 --json".split()
+    command = [sys.executable, str(BENCHMARKS / "bench_one_batch.py"), *words]
+    path = tmp_path / "figures.json"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(path)], env=env, check=True, timeout=TIMEOUT_S)
+    (row,) = json.loads(path.read_text())["decode"]
+    assert row["batch"] == 3 and 600 < row["context"] < 608
+
+
+def test_copies_are_refused_where_the_host_is_too_small() -> None:
+    shape = replace(bench_hicache_copy.LLAMA_8B, tokens=(1 << 40,))
+    with pytest.raises(SystemExit, match=r"GiB of host memory, and .* GiB are free"):
+        bench_hicache_copy.check_memory(shape, torch.device("cpu"), torch.float32)
+    bench_hicache_copy.check_memory(bench_hicache_copy.SMALL, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["bench_one_batch", "bench_overhead"])
+def test_help_says_what_the_columns_mean(name: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    text = " ".join(done.stdout.split())
+    assert "step / replay" in text and "wall time" in text and "(default: [1, 8, 64" in text
+    assert f"python benchmark/{name}.py --" in text
 
 
 def test_no_script_needs_the_test_tools() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench_serving import stopped_by_sigterm
-from serving import report, soak
+from bench_serving import parse_arguments, stopped_by_sigterm
+from serving import plot, report, soak
 from serving.backends import BACKENDS, RequestOptions
 from serving.http_stream import Endpoint
 from serving.load import LoadGenerator, Pacing, Recording, RequestRecord
@@ -243,6 +243,69 @@ def test_sigterm_ends_the_sending_and_what_is_in_flight_ends_as_it_would(pause_s
     assert 1 <= len(recording.records) <= 3
     assert [record.outcome for record in recording.records] == ["ok"] * len(recording.records)
     assert recording.sending_s < recording.wall_s - STEP_S
+
+
+@pytest.mark.parametrize("concurrency", [None, 2])
+def test_what_is_open_long_after_sigterm_is_cut_off(concurrency: int | None) -> None:
+    """All is sent at once, and the server would take long: no failure, and no long wait."""
+
+    async def hang(path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await break_off(path, body, writer)
+        await writer.drain()
+        await asyncio.sleep(5)
+
+    pacing = {"concurrency": concurrency, "grace_s": 0.2}
+    recording = run_against(hang, [prompt()] * 4, **pacing)
+    assert recording.wall_s < 2
+    assert {record.outcome for record in recording.records} == {"cut off"}
+    assert len(recording.records) == (concurrency or 4)
+    assert [record.output_tokens for record in recording.records] == [1] * len(recording.records)
+    summary = report.summarize(recording)
+    assert not summary.errors and "cut off" in report.format_table(summary)
+    check = soak.check_errors(recording)
+    assert check.passed and "cut off by SIGTERM" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--request-rate", "0"], "0 is no number above 0"),
+        (["--request-rate", "-1"], "-1 is no number above 0"),
+        (["--concurrency", "0"], "0 is no whole number of 1 or more"),
+        (["--num-prompts", "0"], "0 is no whole number of 1 or more"),
+        (["--input-len", "9:3"], "neither a length N nor a range LOW:HIGH"),
+        (["--extra-body", "{bad"], "{bad is no JSON"),
+        (["--extra-body", "[]"], "[] is no JSON object"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+    ],
+)
+def test_wrong_words_of_the_command_line_are_refused_with_what_is_expected(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_explains_every_option_and_ends_with_examples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: http://127.0.0.1:30000)" in text and "(default: sglang)" in text
+    assert "three checks: server idle" in text and "(default: 0.0)" in text
+    assert "python benchmark/bench_serving.py --url" in text and "SIGTERM" in text
+
+
+def test_requests_of_a_picture_have_whole_numbers(tmp_path: Path) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    axes = pyplot.figure().add_subplot()
+    plot._draw_requests(axes, recording_with(lambda moment: 1.0, 3).records)
+    assert all(tick == round(tick) for tick in axes.get_yticks())
+    pyplot.close("all")
 
 
 def recording_with(step_of: Callable[[float], float], duration_s: float) -> Recording:
