@@ -1,4 +1,4 @@
-"""What `scripts/device.sh` and `device_two_gpus.sh` refuse before they install or start anything."""
+"""What `device.sh` and `device_two_gpus.sh` refuse before they install or start anything."""
 
 from __future__ import annotations
 

@@ -255,8 +255,7 @@ def test_what_is_open_long_after_sigterm_is_cut_off(concurrency: int | None) -> 
         await writer.drain()
         await asyncio.sleep(5)
 
-    pacing = {"concurrency": concurrency, "grace_s": 0.2}
-    recording = run_against(hang, [prompt()] * 4, **pacing)
+    recording = run_against(hang, [prompt()] * 4, concurrency=concurrency, grace_s=0.2)
     assert recording.wall_s < 2
     assert {record.outcome for record in recording.records} == {"cut off"}
     assert len(recording.records) == (concurrency or 4)
