@@ -59,7 +59,7 @@ def test_a_machine_without_a_gpu_is_told_in_one_sentence() -> None:
 @pytest.mark.cuda
 def test_a_gpu_that_is_not_there_is_named() -> None:
     count = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=f"no GPU {count}: .* sees {count}"):
+    with pytest.raises(ValueError, match=f"no GPU {count}, torch sees {count}"):
         CudaPlatform(count).configure_process(None)
 
 
