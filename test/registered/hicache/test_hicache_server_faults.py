@@ -218,9 +218,13 @@ def test_waiting_for_storage_takes_no_cpu(case: FaultServer) -> None:
 
 
 def share_of_cpu(process: psutil.Process, seconds: float) -> float:
-    before = sum(process.cpu_times()[:2])
-    time.sleep(seconds)
-    return (sum(process.cpu_times()[:2]) - before) / seconds
+    """The least of two times: what is left to do behind an answer may fall into the first."""
+    shares = []
+    for _ in range(2):
+        before = sum(process.cpu_times()[:2])
+        time.sleep(seconds)
+        shares.append((sum(process.cpu_times()[:2]) - before) / seconds)
+    return min(shares)
 
 
 def test_clients_that_leave_while_storage_is_read(
