@@ -39,10 +39,13 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def parse_small(parser: argparse.ArgumentParser, small: dict[str, Any]) -> argparse.Namespace:
+def parse_small(
+    parser: argparse.ArgumentParser, small: dict[str, Any], *, needs_model: bool = False
+) -> argparse.Namespace:
     """Read the command line; `--small` brings other defaults, and what is given counts in any case.
 
-    A `--model` beside it ends with an error: the small form makes one of its own.
+    A `--model` beside it ends with an error: the small form makes one of its own. So does neither
+    of both, with `needs_model`.
     """
     args = parser.parse_args()
     if args.small:
@@ -50,6 +53,8 @@ def parse_small(parser: argparse.ArgumentParser, small: dict[str, Any]) -> argpa
             parser.error("--small has a tiny model of its own: leave out --model")
         parser.set_defaults(**small)
         args = parser.parse_args()
+    elif needs_model and not args.model:
+        parser.error("--model is needed (or --small)")
     return args
 
 

@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny model, one round")
     parser.add_argument("--json", type=output_file, help="also write all figures to this file")
     parser.add_argument("--role", choices=["engine", "transformers"], help=argparse.SUPPRESS)
-    args = parse_small(parser, {"rounds": 1, "prefill": 32, "steps": 4})
+    args = parse_small(parser, {"rounds": 1, "prefill": 32, "steps": 4}, needs_model=True)
     if args.role:
         serve(args)
         return
@@ -297,8 +297,6 @@ def main() -> None:
             from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
             args.model = str(make_tiny_checkpoint(folder))
-        if not args.model:
-            parser.error("--model is needed (or --small)")
         result = report(run_rounds(args))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

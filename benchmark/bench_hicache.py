@@ -310,9 +310,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--read-threads", type=int, default=4, help="of the file backend")
     parser.add_argument("--flags", default="", help="further flags of the servers")
     parser.add_argument("--json", type=output_file, help="file for the figures")
-    args = parse_small(parser, SMALL)
-    if not (args.model or args.small):
-        parser.error("--model is needed (or --small)")
+    args = parse_small(parser, SMALL, needs_model=True)
     require_device(args.device)
     return args
 

@@ -397,9 +397,7 @@ def use_tiny_model(args: argparse.Namespace, folder: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line, and end where it asks for what the device does not have."""
     parser = make_parser()
-    args = parse_small(parser, SMALL)
-    if not (args.model or args.small):
-        parser.error("--model is needed (or --small)")
+    args = parse_small(parser, SMALL, needs_model=True)
     if args.device == "cpu" and args.profile:
         parser.error("--profile needs a CUDA device")
     if args.device == "cpu" and args.kv_cache_dtype.startswith("fp8"):

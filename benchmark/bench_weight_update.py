@@ -184,9 +184,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds a trainer may take")
     parser.add_argument("--flags", default="", help="further flags of the server")
     parser.add_argument("--json", type=output_file, help="file for the figures")
-    args = parse_small(parser, SMALL)
-    if not (args.model or args.small):
-        parser.error("--model is needed (or --small)")
+    args = parse_small(parser, SMALL, needs_model=True)
     require_device(args.device)
     return args
 

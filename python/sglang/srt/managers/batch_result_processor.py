@@ -258,7 +258,7 @@ class BatchResultProcessor:
         self.streamer.add(req)
 
     def _release(self, req: Req) -> None:
-        """Take the memory of a request whose client has been told of its end."""
+        """Take the memory of a request that has ended."""
         self.num_released += 1
         # A probe of the server's health must not leave traces in the cache, nor KV that may hold
         # the NaN that its logits had.
