@@ -28,6 +28,7 @@ class Answer:
     num_tokens: int = 0  # as reported; servers that report only at the end: 0 until then
     prompt_tokens: int | None = None
     cached_tokens: int | None = None  # None where the server does not report it
+    num_retractions: int | None = None  # likewise
     finish: str | None = None
 
 
@@ -90,6 +91,7 @@ class SglangBackend(Backend):
         before, answer.num_tokens = answer.num_tokens, meta.get("completion_tokens", 0)
         answer.prompt_tokens = meta.get("prompt_tokens", answer.prompt_tokens)
         answer.cached_tokens = meta.get("cached_tokens", answer.cached_tokens)
+        answer.num_retractions = meta.get("num_retractions", answer.num_retractions)
         if meta.get("finish_reason"):
             answer.finish = meta["finish_reason"]["type"]
         return answer.num_tokens > before

@@ -45,6 +45,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
+    num_retractions: int | None = None
     event_times: list[float] = field(default_factory=list)  # of events that brought output
     event_tokens: list[float] = field(default_factory=list)  # and how many tokens each brought
 
@@ -266,6 +267,7 @@ def _take_over(record: RequestRecord, answer: Answer) -> None:
     record.finish = answer.finish
     record.prompt_tokens = answer.prompt_tokens or 0
     record.cached_tokens = answer.cached_tokens
+    record.num_retractions = answer.num_retractions
     record.output_tokens = answer.num_tokens or answer.num_events
     told = sum(record.event_tokens)
     if told and record.outcome == "ok" and told != record.output_tokens:

@@ -62,6 +62,7 @@ class Summary:
     input_tokens: int
     output_tokens: int
     cached_tokens: int | None  # None where the server does not report it
+    retractions: int | None  # likewise
     peak_in_flight: int
     latencies_ms: dict[str, Distribution]  # of requests that ended "ok"
     ttft_by_kind_ms: dict[str, Distribution]
@@ -76,6 +77,7 @@ def summarize(recording: Recording) -> Summary:
     good = [record for record in records if record.outcome == "ok" and record.event_times]
     wall_s = recording.wall_s
     told = [record.cached_tokens for record in records if record.cached_tokens is not None]
+    times = [record.num_retractions for record in records if record.num_retractions is not None]
     summary = Summary(
         wall_s=wall_s,
         outcomes=dict(Counter(record.outcome for record in records)),
@@ -87,6 +89,7 @@ def summarize(recording: Recording) -> Summary:
         input_tokens=sum(record.prompt_tokens for record in records),
         output_tokens=sum(record.output_tokens for record in records),
         cached_tokens=sum(told) if told else None,
+        retractions=sum(times) if times else None,
         peak_in_flight=peak_in_flight(records),
         latencies_ms=_latencies(good, recording),
         ttft_by_kind_ms=_ttft_by_kind(good),
@@ -167,6 +170,7 @@ def format_table(summary: Summary) -> str:
         f"{'throughput':<28}{summary.request_rate:.2f} requests/s, "
         f"{summary.input_rate:.1f} tokens/s in, {summary.output_rate:.1f} tokens/s out",
         f"{'cached prompt tokens':<28}{_cached(summary)}",
+        f"{'retractions':<28}{_or_unknown(summary.retractions)}",
         f"{'client':<28}{summary.client_cpu_share:.0%} of a core",
     ]
     lines += [f"error: {count} x {text}" for text, count in summary.errors.items()]
@@ -177,6 +181,10 @@ def format_table(summary: Summary) -> str:
 def _row(name: str, values: Distribution) -> str:
     cells = (values.mean, values.p50, values.p90, values.p99, values.max)
     return f"{name:<28}" + "".join(f"{cell:>10.2f}" for cell in cells)
+
+
+def _or_unknown(count: int | None) -> str:
+    return "not reported" if count is None else str(count)
 
 
 def _cached(summary: Summary) -> str:
@@ -202,6 +210,7 @@ def to_json(summary: Summary, recording: Recording) -> dict[str, Any]:
             "prompt_tokens": record.prompt_tokens,
             "output_tokens": record.output_tokens,
             "cached_tokens": record.cached_tokens,
+            "num_retractions": record.num_retractions,
         }
         for record in recording.records
     ]

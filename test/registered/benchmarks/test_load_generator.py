@@ -49,6 +49,7 @@ def chunk(path: str, number: int, total: int) -> dict[str, Any]:
         return openai_chunk(path, f"t{number} ")
     finish = {"type": "length", "length": total} if number == total else None
     counts = {"prompt_tokens": 5, "cached_tokens": 3, "completion_tokens": number}
+    counts["num_retractions"] = int(number > NUM_TOKENS // 2)
     return {"text": "x" * number, "meta_info": {**counts, "finish_reason": finish}}
 
 
@@ -130,6 +131,7 @@ def test_measured_times_and_counts_are_those_of_the_server(backend: str) -> None
         assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (5, 6, 3)
     summary = report.summarize(recording)
     assert summary.output_tokens == 18 and summary.peak_in_flight == 1
+    assert summary.retractions == (3 if backend == "sglang" else None)
     assert summary.short_answers == 0 and summary.latencies_ms["time to first token"].count == 3
 
 
