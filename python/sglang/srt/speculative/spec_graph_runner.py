@@ -10,9 +10,10 @@ overhead at small batches. Per batch size there are some of these graphs:
 
 Drafts that are made on the host are given to WHOLE too. Owns the static inputs, what passes from
 FRONT or TARGET to COMMIT, and the graphs. Padding requests live in a row of the request table that
-nobody else has: it is empty before every step, its slots are the dummy one. Weights are read where they are, so in-place updates stay visible. Steps never
-wait for loads from the host cache, which belong to prefill steps. Absent on CPU. Scheduler thread
-only; with several ranks everything is collective.
+nobody else has: it is empty before every step, its slots are the dummy one. Weights are read where
+they are, so in-place updates stay visible. Steps never wait for loads from the host cache, which
+belong to prefill steps. Absent on CPU. Scheduler thread only; with several ranks everything is
+collective.
 """
 
 from __future__ import annotations
