@@ -22,8 +22,8 @@
 # $MIX_MINUTES, pool so small that requests are retracted). Default: all of these.
 # two-gpus: what only a second rank can break (scripts/device_two_gpus.sh). draft trains a draft for
 # the small model (train_small_draft.sh; the run stays in ./draft-run). Results go to $OUT
-# (./device-results). Where a call can carry little, carry a part or two with each run: they are kept
-# outside the tree there, and joined when a run needs them.
+# (./device-results). Parts may come a few at a time, before one run and another: each run keeps
+# those that it finds outside the tree, and they are joined when one needs the model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -97,9 +97,9 @@ class Load:
         return sum(self.shares.values())
 
 
-# Llama-3.1-8B on one H200, measured (docs/performance.md): 8,192 tokens in 216 ms; 10,469 tokens a
-# second at batch 64 with 512 tokens in, which is 163.6 steps of 20.5 GB. Longer contexts are taken
-# to be read as fast.
+# Llama-3.1-8B on one H200, measured with an earlier version (docs/performance.md has what it is
+# since): 8,192 tokens in 216 ms; 10,469 tokens a second at batch 64 with 512 tokens in, which is
+# 163.6 steps of 20.5 GB. Longer contexts are taken to be read as fast.
 _READ_BANDWIDTH = 10_469 / 64 * 20.5 * GB
 SPEC_8B = ReplicaSpec(
     name="8B, 1 GPU",

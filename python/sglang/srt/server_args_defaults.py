@@ -190,12 +190,10 @@ def _normalize_hicache(args: ServerArgsFields) -> None:
         args.hicache_io_backend = "direct"
     if args.hicache_mem_layout == "page_first" and args.hicache_io_backend == "direct":
         args.hicache_mem_layout = "page_first_direct"
-    remote = args.hicache_storage_backend in ("mooncake", "npu_memcache", "redis")
-    if remote and args.hicache_mem_layout == "layer_first":
+    is_shared = args.hicache_storage_backend in ("mooncake", "redis")
+    if is_shared and args.hicache_mem_layout == "layer_first":
         direct = args.hicache_io_backend == "direct"
         args.hicache_mem_layout = "page_first_direct" if direct else "page_first"
-    if args.hicache_host_memory_mode == "buffer_only" and args.hicache_write_policy == "write_back":
-        args.hicache_write_policy = "write_through"
 
 
 # (steps, topk, verified tokens) where nothing is given. Source: the command line's documentation.

@@ -225,10 +225,6 @@ def _check_hicache(args: ServerArgsFields) -> None:
         not args.disable_radix_cache,
         "--enable-hierarchical-cache and --disable-radix-cache exclude each other.",
     )
-    require(
-        args.hicache_host_memory_mode != "buffer_only" or args.hicache_storage_backend is not None,
-        "--hicache-host-memory-mode buffer_only needs --hicache-storage-backend.",
-    )
 
 
 def _check_kv_events(args: ServerArgsFields) -> None:

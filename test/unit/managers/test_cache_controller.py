@@ -76,12 +76,11 @@ def test_queued_copies_become_one_with_one_acknowledgement(make_rig):
     for node_id, key in enumerate(keys):
         slots = alloc(rig, key)
         rig.fill_device(slots, key)
-        hosts.append(rig.controller.write(slots, node_id, priority=5 - node_id))
+        hosts.append(rig.controller.write(slots, node_id))
     assert rig.controller.num_done_writes() == 0
     rig.controller.start_writing()
     (ack,) = rig.controller.take_write_acks(9)
     assert ack.node_ids == [0, 1, 2]
-    assert ack.operation.priority == 3
     assert ack.num_tokens == 3 * 2 * rig.page_size
     loaded = [rig.controller.load(host, 10 + index) for index, host in enumerate(hosts)]
     assert rig.controller.start_loading() == 0

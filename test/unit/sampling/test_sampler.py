@@ -494,7 +494,7 @@ def test_flags_say_what_the_batch_needs() -> None:
     )
     info = batch_info([all_of_it], VOCAB_SIZE)
     assert info.need_top_p and info.need_top_k and info.need_min_p and info.need_temperature
-    assert info.has_logit_bias and info.has_min_new_tokens
+    assert info.logit_bias is not None and info.min_new_tokens
     assert not (info.is_all_greedy or info.has_penalties or info.has_grammar)
     with pytest.raises(RuntimeError, match="1 rows, 2 requests"):
         info.update_host_state([all_of_it, all_of_it])

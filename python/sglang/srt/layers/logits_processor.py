@@ -101,7 +101,6 @@ class LogitsProcessor(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         lm_head: ParallelLMHead,
         forward_batch: ForwardBatch,

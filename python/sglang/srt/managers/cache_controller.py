@@ -128,7 +128,6 @@ class HiCacheController(HostStorageIO):
         self,
         device_indices: torch.Tensor,
         node_id: int,
-        priority: int = 0,
         pool_transfers: Sequence[PoolTransfer] = (),
     ) -> torch.Tensor | None:
         """Queue a backup device -> host of whole pages; int64 CPU slots.
@@ -145,7 +144,6 @@ class HiCacheController(HostStorageIO):
             host_indices=host_indices,
             device_indices=device_indices.clone(),
             node_ids=[node_id],
-            priority=priority,
             pool_transfers=list(pool_transfers),
         )
         self.write_queue.append(operation)
@@ -155,7 +153,6 @@ class HiCacheController(HostStorageIO):
         self,
         host_indices: torch.Tensor,
         node_id: int,
-        priority: int = 0,
         pool_transfers: Sequence[PoolTransfer] = (),
     ) -> torch.Tensor | None:
         """Queue a load host -> device of whole pages; int64 CPU slots.
@@ -170,7 +167,6 @@ class HiCacheController(HostStorageIO):
             host_indices=host_indices.clone(),
             device_indices=device_indices,
             node_ids=[node_id],
-            priority=priority,
             pool_transfers=list(pool_transfers),
         )
         self.load_queue.append(operation)

@@ -4,8 +4,8 @@ One probe at a time, shared by all callers: a one-token request while the engine
 while it is paused. Any message of the engine counts as a sign of life. A long step must not look
 like death, so a caller that would wait longer than `_ANSWER_WITHIN_S` is told "alive" as long as
 the last sign is younger than `SGLANG_HEALTH_CHECK_TIMEOUT`, unless a process of the engine is
-suspended, which no step explains. Probes that nobody waits for any more
-are withdrawn, so none pile up in the engine. Event loop thread only.
+suspended, which no step explains. Probes that nobody waits for any more are withdrawn, so none pile
+up in the engine. Event loop thread only.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Lengths of a request (tokens), always ordered left to right:
       |                    tokens whose KV is (or, in stream order, will be) in these slots
       slots that the prefix cache already knows
 
-A decode step in flight has allocated one slot more than is committed; the slot is given back if
-the request turns out to have finished.
+A decode step in flight has allocated more slots than are committed (one; with speculation as many
+as it may write); they are given back if the request turns out to have finished.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ threads at once (one reads, one writes).
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
@@ -475,7 +474,7 @@ class HiCacheFile(HiCacheStorage):
         if page.path in self._blocked and os.path.isdir(page.path):
             return False
         owner = page.expected.owner
-        namespace = namespace or self._default_namespace(owner)
+        namespace = namespace or owner.default_namespace
         payload_bytes = sum(buffer.nbytes for buffer in page.buffers)
         size = page_file.HEADER_BYTES + payload_bytes
         reservation = self._quota.reserve(size)
@@ -638,9 +637,6 @@ class HiCacheFile(HiCacheStorage):
                 self._count(io_errors=1)
                 self._log.warning("io", "%s: %s", page.path, error)
             return False
-
-    def _default_namespace(self, owner: PageOwner) -> bytes:
-        return hashlib.sha256(b"no namespace given" + owner.file_suffix.encode()).digest()
 
     def _count(self, **amounts: int) -> None:
         with self._stats_lock:

@@ -32,7 +32,6 @@ class CacheOperation:
     host_indices: torch.Tensor
     device_indices: torch.Tensor
     node_ids: list[int]
-    priority: int = 0
     pool_transfers: list[PoolTransfer] = field(default_factory=list)
 
 
@@ -59,14 +58,13 @@ def _merge_transfers(transfers: Sequence[PoolTransfer]) -> list[PoolTransfer]:
 
 
 def merge_ops(operations: Sequence[CacheOperation]) -> CacheOperation:
-    """Make one copy of many: slots and node ids in order, the most urgent (smallest) priority."""
+    """Make one copy of many, their slots and node ids in order."""
     if len(operations) == 1:
         return operations[0]
     return CacheOperation(
         host_indices=torch.cat([op.host_indices for op in operations]),
         device_indices=torch.cat([op.device_indices for op in operations]),
         node_ids=[node_id for op in operations for node_id in op.node_ids],
-        priority=min(op.priority for op in operations),
         pool_transfers=_merge_transfers([t for op in operations for t in op.pool_transfers]),
     )
 

@@ -33,8 +33,8 @@ IO_BACKENDS = ("kernel", "direct")
 # A load blocks its request, so the faster way is taken: the kernel, unless the engine finds rows as
 # long as this and has more to copy per submission than the CPU needs to make it (several times).
 _LOAD_BY_ENGINE = LeastBytes(row=128 << 10, submission=256 << 10)
-# Nobody waits for a backup, but a kernel that writes to the host slows down all others: from half
-# again to three times the time of a matrix product.
+# Nobody waits for a backup, but a kernel that writes to the host slows down all others: matrix
+# products beside it took 1.6 to 3.5 times as long (`bench_hicache_copy.py`).
 _BACKUP_BY_ENGINE = LeastBytes(row=32 << 10, submission=64 << 10)
 # So many copies are submitted first, for the engine to work on while the others are.
 _FIRST_COPIES = 8

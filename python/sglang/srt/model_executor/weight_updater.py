@@ -101,10 +101,6 @@ class WeightUpdateResult:
     changed: Mapping[str, frozenset[str]] = field(default_factory=dict)
     checksum: Mapping[str, Any] | None = None  # of the weights checker
 
-    @property
-    def is_draft_changed(self) -> bool:
-        return any(role != TARGET for role in self.changed)
-
 
 @dataclass(slots=True)
 class _Role:

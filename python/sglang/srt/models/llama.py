@@ -302,7 +302,6 @@ class LlamaForCausalLM(LanguageModel):
         """input_ids and positions int64 [n]; collective with more than one rank."""
         final: FinalStates = self.model(input_ids, positions, forward_batch)
         return self.logits_processor(
-            input_ids,
             final.hidden_states,
             self.lm_head,
             forward_batch,

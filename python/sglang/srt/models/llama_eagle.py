@@ -108,7 +108,7 @@ class LlamaForCausalLMEagle(EagleDraftModel):
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch, rows)
         final = hidden_states if residual is None else hidden_states + residual
         return self.logits_processor(
-            input_ids, final, self.lm_head, forward_batch, are_picked=kept is not None
+            final, self.lm_head, forward_batch, are_picked=kept is not None
         )
 
     def is_optional_weight(self, name: str) -> bool:

@@ -174,7 +174,7 @@ class LlamaForCausalLMEagle3(EagleDraftModel):
         normed, stream = self.norm.add_and_norm(hidden_states, residual)
         recurrent = normed if self.draft_config.norm_output else stream
         return self.logits_processor(
-            input_ids, normed, self.lm_head, forward_batch, recurrent, kept is not None
+            normed, self.lm_head, forward_batch, recurrent, kept is not None
         )
 
     def _to_own_width(self, hidden_states: torch.Tensor) -> torch.Tensor:

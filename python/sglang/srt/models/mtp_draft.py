@@ -84,7 +84,7 @@ class MtpDraftModel(EagleDraftModel):
         )
         normed, _ = self.norm.add_and_norm(hidden_states, residual)
         return self.logits_processor(
-            input_ids, normed, self.lm_head, forward_batch, are_picked=kept is not None
+            normed, self.lm_head, forward_batch, are_picked=kept is not None
         )
 
     # -- checkpoint names -------------------------------------------------------------------------

@@ -165,14 +165,6 @@ class SamplingBatchInfo:
         return bool(self.grammars)
 
     @property
-    def has_logit_bias(self) -> bool:
-        return self.logit_bias is not None
-
-    @property
-    def has_min_new_tokens(self) -> bool:
-        return bool(self.min_new_tokens)
-
-    @property
     def needs_host_tokens(self) -> bool:
         """Whether the next step's logits depend on tokens that the host must have seen."""
         return self.has_penalties or self.has_grammar

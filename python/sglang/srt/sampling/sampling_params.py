@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import re._parser as re_parser
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from numbers import Integral, Real
-from re import _parser as re_parser
 from typing import Any
 
 import regex

@@ -165,6 +165,26 @@ class Drafting(ABC):
 
     # -- shared ---------------------------------------------------------------------------------
 
+    def _prefill_batch(self, batch: ForwardBatch, token_ids: torch.Tensor) -> ForwardBatch:
+        """The target's prefill step `batch` over the draft's KV, with `token_ids` int64 [n]."""
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=batch.batch_size,
+            input_ids=token_ids,
+            positions=batch.positions,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            out_cache_loc=batch.out_cache_loc,
+            req_to_token_pool=batch.req_to_token_pool,
+            token_to_kv_pool=self.model_runner.token_to_kv_pool,
+            extend_seq_lens=batch.extend_seq_lens,
+            extend_prefix_lens=batch.extend_prefix_lens,
+            extend_seq_lens_cpu=batch.extend_seq_lens_cpu,
+            extend_prefix_lens_cpu=batch.extend_prefix_lens_cpu,
+            hicache_consumer_index=batch.hicache_consumer_index,
+        )
+
     def _step_batch(
         self,
         drafted: DraftedRows,
@@ -375,27 +395,10 @@ class EagleDrafting(Drafting):
             raise RuntimeError("a prefill step with the target's hidden states is needed")
         ends = batch.extend_seq_lens.cumsum(0) - 1
         token_ids = batch.input_ids.roll(-1).index_copy_(0, ends, next_ids)
-        output = self.model_runner.forward(
-            ForwardBatch(
-                forward_mode=ForwardMode.EXTEND,
-                batch_size=batch.batch_size,
-                input_ids=token_ids,
-                positions=batch.positions,
-                req_pool_indices=batch.req_pool_indices,
-                seq_lens=batch.seq_lens,
-                seq_lens_cpu=batch.seq_lens_cpu,
-                out_cache_loc=batch.out_cache_loc,
-                req_to_token_pool=batch.req_to_token_pool,
-                token_to_kv_pool=self.model_runner.token_to_kv_pool,
-                extend_seq_lens=batch.extend_seq_lens,
-                extend_prefix_lens=batch.extend_prefix_lens,
-                extend_seq_lens_cpu=batch.extend_seq_lens_cpu,
-                extend_prefix_lens_cpu=batch.extend_prefix_lens_cpu,
-                capture_hidden_mode=CaptureHiddenMode.LAST,
-                input_hidden_states=features,
-                hicache_consumer_index=batch.hicache_consumer_index,
-            )
-        )
+        draft_batch = self._prefill_batch(batch, token_ids)
+        draft_batch.capture_hidden_mode = CaptureHiddenMode.LAST
+        draft_batch.input_hidden_states = features
+        output = self.model_runner.forward(draft_batch)
         self._remember(batch.req_pool_indices, output, None)
 
     def after_verify(self, drafted: DraftedRows, path: EagleExtendInput) -> None:
@@ -460,26 +463,9 @@ class StandaloneDrafting(Drafting):
         prompt: PromptState | None = None,
     ) -> None:
         """See the base class: the same tokens, no logits wanted."""
-        self.model_runner.forward(
-            ForwardBatch(
-                forward_mode=ForwardMode.EXTEND,
-                batch_size=batch.batch_size,
-                input_ids=batch.input_ids,
-                positions=batch.positions,
-                req_pool_indices=batch.req_pool_indices,
-                seq_lens=batch.seq_lens,
-                seq_lens_cpu=batch.seq_lens_cpu,
-                out_cache_loc=batch.out_cache_loc,
-                req_to_token_pool=batch.req_to_token_pool,
-                token_to_kv_pool=self.model_runner.token_to_kv_pool,
-                extend_seq_lens=batch.extend_seq_lens,
-                extend_prefix_lens=batch.extend_prefix_lens,
-                extend_seq_lens_cpu=batch.extend_seq_lens_cpu,
-                extend_prefix_lens_cpu=batch.extend_prefix_lens_cpu,
-                logits_rows=torch.empty(0, dtype=torch.int64, device=self.device),
-                hicache_consumer_index=batch.hicache_consumer_index,
-            )
-        )
+        draft_batch = self._prefill_batch(batch, batch.input_ids)
+        draft_batch.logits_rows = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.model_runner.forward(draft_batch)
 
     def after_verify(self, drafted: DraftedRows, path: EagleExtendInput) -> None:
         """See the base class: the root and the accepted drafts, no logits wanted."""

@@ -9,11 +9,11 @@ overhead at small batches. Per batch size there are some of these graphs:
     ASIDE   WHOLE without drafts: one token of each request, the draft model kept up to date
 
 Drafts that are made on the host are given to WHOLE too. Owns the static inputs, what passes from
-FRONT or TARGET to COMMIT, and the graphs. Padding requests
-live in a row of the request table that nobody else has: it is empty before every step, its slots
-are the dummy one. Weights are read where they are, so in-place updates stay visible. Steps never
-wait for loads from the host cache, which belong to prefill steps. Absent on CPU. Scheduler thread
-only; with several ranks everything is collective.
+FRONT or TARGET to COMMIT, and the graphs. Padding requests live in a row of the request table that
+nobody else has: it is empty before every step, its slots are the dummy one. Weights are read where
+they are, so in-place updates stay visible. Steps never wait for loads from the host cache, which
+belong to prefill steps. Absent on CPU. Scheduler thread only; with several ranks everything is
+collective.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -17,12 +15,7 @@ from sglang.srt.managers.batch_result_processor import BatchResultProcessor
 from sglang.srt.managers.grammar_manager import GrammarManager
 from sglang.srt.managers.hicache_control import HiCacheControl
 from sglang.srt.managers.invariant_checker import InvariantChecker
-from sglang.srt.managers.io_struct import (
-    BatchTokenIDOutput,
-    ControlReqOutput,
-    RequestOutput,
-    TokenizedGenerateReqInput,
-)
+from sglang.srt.managers.io_struct import ControlReqOutput
 from sglang.srt.managers.output_streamer import OutputStreamer
 from sglang.srt.managers.request_receiver import ReceivedStep, RequestReceiver
 from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, SchedulePolicy
@@ -36,9 +29,9 @@ from sglang.srt.mem_cache.hicache_records import HiCacheParams
 from sglang.srt.mem_cache.registry import CacheInitParams, create_tree_cache
 from sglang.srt.mem_cache.storage_control import MinReduce
 from sglang.srt.observability.metrics import SchedulerMetrics
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.test.fakes.fake_worker import FAKE_VOCAB, FakeModelWorker
+from sglang.test.fakes.stepped_scheduler import SteppedScheduler
 
 
 class _ListReceiver:
@@ -126,8 +119,8 @@ class HarnessOptions:
         )
 
 
-class SchedulerHarness:
-    """`step()` is one iteration of the chosen loop; `outputs[rid]` collects news by request."""
+class SchedulerHarness(SteppedScheduler):
+    """See the module docstring; `replies` collects answers to control requests."""
 
     def __init__(
         self,
@@ -145,19 +138,18 @@ class SchedulerHarness:
         `min_reduce`: over the ranks, where a test has several. `options`: fields of
         `HarnessOptions`.
         """
+        super().__init__()
         self.options = HarnessOptions(**options)
         self.worker: Any = self.options.make_worker() if worker is None else worker
         self.receiver = _ListReceiver()
         self._metrics = metrics
         self._min_reduce = min_reduce
         self.num_replays = 0  # of captured steps; the fake worker has none
-        self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.replies: list[ControlReqOutput] = []
         self.tree = self._make_tree(hicache)
         control = hicache_control(self.tree) if hicache_control else None
         config = self.options.scheduler_config(self.worker.step_shape.num_slots)
         self.scheduler = scheduler_class(config, self._make_parts(control))
-        self._steps_left = 0
 
     def _make_tree(self, hicache: HiCacheParams | None) -> BasePrefixCache:
         rows, allocator = self.worker.get_memory_pool()
@@ -229,30 +221,7 @@ class SchedulerHarness:
 
     def generate(self, rid: str, prompt: Sequence[int], max_new_tokens: int, **fields: Any) -> None:
         """Queue one request. Fields of SamplingParams and of the message may be given."""
-        own = TokenizedGenerateReqInput.__dataclass_fields__
-        message = {k: v for k, v in fields.items() if k in own}
-        options = {k: v for k, v in fields.items() if k not in own}
-        params = SamplingParams(**{"temperature": 0.0, "max_new_tokens": max_new_tokens, **options})
-        params.normalize()
-        self.send(
-            TokenizedGenerateReqInput(
-                rid=rid, input_ids=array("i", prompt), sampling_params=params, **message
-            )
-        )
-
-    def step(self, count: int = 1) -> None:
-        """Run iterations of the event loop that the configuration names."""
-        if count == 0:
-            return
-        self._steps_left = count + 1
-        self.scheduler.stopping = False
-        self.scheduler.run()
-
-    def _beat(self) -> None:
-        # Called at the start of each iteration: the loop leaves after this one when none is left.
-        self._steps_left -= 1
-        if self._steps_left == 1:
-            self.scheduler.stopping = True
+        self._send_request(rid, prompt, fields, max_new_tokens=max_new_tokens)
 
     def run_until_idle(self, max_steps: int = 5000) -> None:
         """Step until every request has ended. Raises AssertionError where that never happens."""
@@ -265,21 +234,3 @@ class SchedulerHarness:
             f"still busy after {max_steps} steps: waiting {self.scheduler.waiting_queue}, "
             f"running {self.scheduler.running_batch.reqs}, chunked {self.scheduler.chunked_req}"
         )
-
-    # -- looking --------------------------------------------------------------------------------
-
-    def tokens(self, rid: str) -> list[int]:
-        """All output tokens of a request so far."""
-        return [token for output in self.outputs[rid] for token in output.new_token_ids]
-
-    def finish(self, rid: str) -> dict[str, Any] | None:
-        """The finish reason, None while the request runs."""
-        ends = [o.finish_reason for o in self.outputs[rid] if o.finish_reason is not None]
-        if len(ends) > 1:
-            raise AssertionError(f"{rid} ended {len(ends)} times: {ends}")
-        return ends[0] if ends else None
-
-    def _on_output(self, message: BatchTokenIDOutput) -> None:
-        for output in message.outputs:
-            # A copy: the scheduler fills the same object anew for the next message.
-            self.outputs[output.rid].append(dataclasses.replace(output))

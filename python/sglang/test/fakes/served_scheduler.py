@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import select
 import time
-from array import array
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +18,10 @@ from typing import Any, cast
 import torch
 
 from sglang.srt.managers.io_struct import (
-    BatchTokenIDOutput,
     ClearHiCacheReqInput,
     ControlReqInput,
     ControlReqOutput,
     FlushCacheReqInput,
-    RequestOutput,
-    TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.ipc import PullChannel, encode
 from sglang.srt.managers.request_receiver import RequestReceiver
@@ -36,9 +31,9 @@ from sglang.srt.mem_cache.hicache_base import HiCacheTreeBase
 from sglang.srt.mem_cache.memory_pool_host import PoolEntry
 from sglang.srt.mem_cache.pool_transfer import PoolName
 from sglang.srt.mem_cache.tree_components.base import ComponentType
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, prepare_server_args
 from sglang.srt.utils.wakeup import Wakeup
+from sglang.test.fakes.stepped_scheduler import SteppedScheduler
 
 # A test that steps an idle scheduler should not take as long as one that idles.
 _LONGEST_SLEEP_S = 0.002
@@ -78,14 +73,14 @@ class Answer:
     spec: dict[str, Any] | None = None
 
 
-class ServedScheduler:
-    """See the module docstring. `outputs[rid]` collects news by request; `replies` of control."""
+class ServedScheduler(SteppedScheduler):
+    """See the module docstring; `replies` collects answers to control requests."""
 
     def __init__(self, model: str | Path, *flags: str | int | float) -> None:
+        super().__init__()
         argv = ["--model-path", str(model), *DEFAULT_FLAGS, "--skip-server-warmup", *flags]
         self.args = prepare_server_args([str(item) for item in argv])
         self._ports = PortArgs.init_new(self.args)
-        self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.replies: list[ControlReqOutput] = []
         self.scheduler, self.ready = make_scheduler(self.args, self._ports, 0, 0)
         own = self.scheduler.receiver
@@ -97,7 +92,6 @@ class ServedScheduler:
         self.scheduler.streamer._send = self._on_output
         self.scheduler._send_to_front = self.replies.append
         self.scheduler.beat = self._beat
-        self._steps_left = 0
         self._num_requests = 0
 
     def close(self) -> None:
@@ -135,32 +129,8 @@ class ServedScheduler:
         """Queue a request; fields of SamplingParams and of the message may be given."""
         self._num_requests += 1
         rid = fields.pop("rid", f"r{self._num_requests}")
-        own = TokenizedGenerateReqInput.__dataclass_fields__
-        message = {k: v for k, v in fields.items() if k in own}
-        options = {k: v for k, v in fields.items() if k not in own}
-        params = SamplingParams(
-            **{"temperature": 0.0, "ignore_eos": True, "max_new_tokens": max_new_tokens, **options}
-        )
-        params.normalize()
-        self.send(
-            TokenizedGenerateReqInput(
-                rid=rid, input_ids=array("i", prompt), sampling_params=params, **message
-            )
-        )
+        self._send_request(rid, prompt, fields, ignore_eos=True, max_new_tokens=max_new_tokens)
         return rid
-
-    def step(self, count: int = 1) -> None:
-        """Run iterations of the event loop."""
-        if count == 0:
-            return
-        self._steps_left = count + 1
-        self.scheduler.stopping = False
-        self.scheduler.run()
-
-    def _beat(self) -> None:
-        self._steps_left -= 1
-        if self._steps_left == 1:
-            self.scheduler.stopping = True
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         """Step until the condition holds. Raises TimeoutError."""
@@ -210,20 +180,13 @@ class ServedScheduler:
 
     # -- looking --------------------------------------------------------------------------------
 
-    def finish(self, rid: str) -> dict[str, Any] | None:
-        """The finish reason, None while the request runs."""
-        ends = [o.finish_reason for o in self.outputs[rid] if o.finish_reason is not None]
-        if len(ends) > 1:
-            raise AssertionError(f"{rid} ended {len(ends)} times: {ends}")
-        return ends[0] if ends else None
-
     def answer_of(self, rid: str) -> Answer:
         """What became of a request that has ended."""
         finish = self.finish(rid)
         assert finish is not None, f"{rid} has not ended"
         last = self.outputs[rid][-1]
         return Answer(
-            tokens=[token for output in self.outputs[rid] for token in output.new_token_ids],
+            tokens=self.tokens(rid),
             cached_tokens=last.cached_tokens,
             sources=last.cached_tokens_details or {},
             finish=finish,
@@ -294,8 +257,3 @@ class ServedScheduler:
             for start in range(0, pool.size, pool.page_size):
                 for buffer in pool.page_buffers(start):
                     buffer.cast("B")[:] = b"\x7f" * buffer.nbytes
-
-    def _on_output(self, message: BatchTokenIDOutput) -> None:
-        for output in message.outputs:
-            # A copy: the scheduler fills the same object anew for the next message.
-            self.outputs[output.rid].append(dataclasses.replace(output))

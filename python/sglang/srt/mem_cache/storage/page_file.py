@@ -98,6 +98,11 @@ class PageOwner(NamedTuple):
             text += f"_{self.pp_size}_{self.pp_rank}"
         return text
 
+    @property
+    def default_namespace(self) -> bytes:
+        """The namespace of pages that are written without one."""
+        return hashlib.sha256(b"no namespace given" + self.file_suffix.encode()).digest()
+
 
 class PageMeta(NamedTuple):
     """Content of a header. ``namespace``: 32 bytes, seed of the hash chain that the page is of."""

@@ -117,10 +117,6 @@ def owner_digest(owner: PageOwner) -> str:
     return hashlib.sha256(owner.file_suffix.encode()).hexdigest()[:16]
 
 
-def _default_namespace(owner: PageOwner) -> bytes:
-    return hashlib.sha256(b"no namespace given" + owner.file_suffix.encode()).digest()
-
-
 def chunks(records: Sequence[Record], max_bytes: float) -> Iterator[Sequence[Record]]:
     """Cut into runs of at most ``max_bytes`` bytes, at least one record each."""
     start = total = 0
@@ -410,7 +406,7 @@ class SharedPageStore(HiCacheStorage):
         missing = [records[position] for position in positions]
         if not missing:
             return
-        digest = namespace or _default_namespace(missing[0].expected.owner)
+        digest = namespace or missing[0].expected.owner.default_namespace
         outcomes = self._write(pool, missing, lambda run: self._headers(run, digest))
         for position, outcome in zip(positions, outcomes):
             written[position] = outcome is Outcome.DONE

@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.triton_ops.latent_attention_kernel import (
 from sglang.srt.layers.attention.triton_ops.paged_attention import (
     MAX_BATCH_SIZE,
     Workspace,
+    batch_block,
     check_new_tokens,
 )
 from sglang.srt.layers.triton_ops.device import num_multiprocessors
@@ -100,7 +101,7 @@ def latent_attention(
         BLOCK_P=max(triton.next_power_of_2(width - inputs.rank), _MIN_TILE),
         BLOCK_H=block_h,
         BLOCK_N=16 if is_wide else 32,
-        BATCH_BLOCK=_batch_block(inputs.seq_lens.shape[0]),
+        BATCH_BLOCK=batch_block(inputs.seq_lens.shape[0]),
         ONE_QUERY=inputs.query_lens is None,
         TREE=mask is not None,
         SHARED=is_shared,
@@ -128,14 +129,6 @@ def _choose_shares(inputs: LatentAttentionInputs, num_programs: int) -> int:
     lines = inputs.queries.shape[0] * inputs.queries.shape[1]
     affordable = _MAX_PARTIAL // (lines * (inputs.rank + 1))
     return max(1, min(wanted, affordable, _MAX_SHARES))
-
-
-def _batch_block(batch_size: int) -> int:
-    # Few sizes, since each is compiled on its own: 1, 8, 64, 512, 4096.
-    size = 1
-    while size < batch_size:
-        size *= 8
-    return size
 
 
 def _check(inputs: LatentAttentionInputs) -> None:

@@ -236,7 +236,7 @@ def _launch(
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
         "BLOCK_M": config.block_m,
-        "BATCH_BLOCK": _batch_block(batch_size),
+        "BATCH_BLOCK": batch_block(batch_size),
         "WINDOW": inputs.window or 0,
         "QUERIES": equal_lens,
         "PDL": config.early,
@@ -341,8 +341,8 @@ def _merge_sizes(
     return {"MERGE_HERE": here, "MERGE_ROWS": rows, "MERGE_SHARES": shares}
 
 
-def _batch_block(batch_size: int) -> int:
-    # Few sizes, since each is compiled on its own: 1, 8, 64, 512, 4096.
+def batch_block(batch_size: int) -> int:
+    """`BATCH_BLOCK` of a kernel: few sizes, since each is compiled on its own: 1, 8, 64, 512 ..."""
     size = 1
     while size < batch_size:
         size *= 8
