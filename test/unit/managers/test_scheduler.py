@@ -122,6 +122,18 @@ def test_retraction_changes_no_output(overlap, page_size):
         assert harness.tokens(f"r{index}") == oracle(prompt, 30)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_reqs", [1, 3])
+@pytest.mark.parametrize("max_new", [1, 2, 5])
+def test_no_step_is_launched_behind_a_known_end(overlap, num_reqs, max_new):
+    """The overlap loop counts tokens in flight, from the one that the prefill brings on."""
+    harness = SchedulerHarness(overlap=overlap)
+    for index in range(num_reqs):
+        harness.generate(f"r{index}", [1 + index, 2, 3], max_new, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.worker.num_steps == max_new
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "random", "dfs-weight", "lof", "priority"])
 def test_every_policy_serves_everybody(policy):
     harness = SchedulerHarness(num_slots=160, policy=policy, overlap=True, chunk_size=16)

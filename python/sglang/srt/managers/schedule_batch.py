@@ -521,6 +521,8 @@ class ScheduleBatch:
         for req in self.reqs:
             if not req.is_chunked:
                 req.num_pending_tokens += 1
+        # A cut prompt brings no token, but the batch is filtered before it decodes.
+        self.traits.steps_to_limit -= 1
         self._refresh_sampling_info()
 
     def _prefill_span(self, index: int, goes_on: bool) -> PrefillSpan:
