@@ -37,6 +37,18 @@ def test_after_a_retraction_no_position_comes_twice(num_kept: int) -> None:
     assert req.hidden_states == [[float(position)] for position in range(10)]
 
 
+def test_a_prompt_that_is_computed_again_in_chunks_brings_no_position_twice() -> None:
+    """5 prompt tokens, 3 decode steps, a retraction that leaves nothing, chunks of 3 tokens."""
+    req: Any = SimpleNamespace(num_hidden=0, hidden_states=[])
+    collect(req, ForwardMode.EXTEND, range(0, 5))
+    for position in (5, 6, 7):
+        collect(req, ForwardMode.DECODE, range(position, position + 1))
+    for start in (0, 3, 6):
+        collect(req, ForwardMode.EXTEND, range(start, start + 3), neighbour=2)
+    collect(req, ForwardMode.DECODE, range(9, 10))
+    assert req.hidden_states == [[float(position)] for position in range(10)]
+
+
 def test_what_the_cache_had_at_first_stays_out() -> None:
     req: Any = SimpleNamespace(num_hidden=0, hidden_states=[])
     collect(req, ForwardMode.EXTEND, range(3, 5))

@@ -25,6 +25,8 @@ from sglang.srt.managers.io_struct import (
     SlowDownReqInput,
     UpdateWeightVersionReqInput,
 )
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import GenerationBatchResult
 from sglang.srt.mem_cache.tree_components.base import InvariantError
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.fakes.fake_worker import FakeModelWorker, FakeSpeculativeWorker, oracle
@@ -120,6 +122,45 @@ def test_retraction_changes_no_output(overlap, page_size):
     assert harness.scheduler.reports.num_retracted_total > 0
     for index, prompt in enumerate(prompts):
         assert harness.tokens(f"r{index}") == oracle(prompt, 30)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_reqs", [1, 3])
+@pytest.mark.parametrize("max_new", [1, 2, 5])
+def test_no_step_is_launched_behind_a_known_end(overlap, num_reqs, max_new):
+    """The overlap loop counts tokens in flight, from the one that the prefill brings on."""
+    harness = SchedulerHarness(overlap=overlap)
+    for index in range(num_reqs):
+        harness.generate(f"r{index}", [1 + index, 2, 3], max_new, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.worker.num_steps == max_new
+
+
+class _NotesBudgets(FakeSpeculativeWorker):
+    """Remembers the budget that each request had left when a decode step took it."""
+
+    budgets: list[int]
+
+    def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        if batch.forward_mode is ForwardMode.DECODE:
+            # The token of this step is in flight already.
+            self.budgets += [req.remaining_new_tokens + 1 for req in batch.reqs]
+        return super().forward_batch_generation(batch)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_reqs", [1, 3])
+def test_steps_of_several_tokens_leave_out_who_has_a_known_end(overlap, num_reqs):
+    for seed in range(8):
+        worker = _NotesBudgets(
+            num_slots=256, page_size=1, max_requests=4, context_len=64, seed=seed
+        )
+        worker.budgets = []
+        harness = SchedulerHarness(worker=worker, overlap=overlap, max_requests=4, context_len=64)
+        for index in range(num_reqs):
+            harness.generate(f"r{index}", [1 + index, 2, 3], 20, ignore_eos=True)
+        harness.run_until_idle()
+        assert len(worker.budgets) > 4 and min(worker.budgets) > 0
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "random", "dfs-weight", "lof", "priority"])

@@ -213,3 +213,21 @@ def test_a_prefill_is_reported_once_it_is_under_way(
     watched.start("a")
     watched.harness.step()
     assert shown_at_launch == [0] and watched["num_running_reqs"] == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_earlier_chunks_of_a_prompt_are_no_hits(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    watched = Watched(monkeypatch, overlap=overlap, chunk_size=8)
+    prompt = list(range(1, 31))
+    watched.harness.generate("cold", prompt, 1, ignore_eos=True)
+    watched.harness.run_until_idle()
+    assert watched.total("realtime_tokens_total", mode="prefill_compute") == 30
+    assert watched.total("realtime_tokens_total", mode="prefill_cache") == 0
+    assert watched["cache_hit_rate"] == 0
+    # 15 of 35 tokens are known; two chunks and a part are not.
+    watched.harness.generate("warm", [*prompt[:15], *range(100, 120)], 1, ignore_eos=True)
+    watched.harness.run_until_idle()
+    assert watched.total("realtime_tokens_total", mode="prefill_compute") == 50
+    assert watched.total("realtime_tokens_total", mode="prefill_cache") == 15

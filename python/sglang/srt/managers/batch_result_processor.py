@@ -328,7 +328,7 @@ class BatchResultProcessor:
             # After a retraction some positions are computed a second time.
             first = batch.prefix_lens[index]
             rows = logits.hidden_states[start + max(0, req.num_hidden - first) : end]
-            req.num_hidden = first + batch.extend_lens[index]
+            req.num_hidden = max(req.num_hidden, first + batch.extend_lens[index])
             req.hidden_states.extend(rows.float().tolist())
         else:
             req.num_hidden += 1

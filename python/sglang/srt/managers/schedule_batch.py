@@ -420,6 +420,8 @@ class ScheduleBatch:
         self.out_cache_loc: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self.extend_lens: list[int] = []
         self.prefix_lens: list[int] = []
+        # Extend only: of the prefixes, what a request did not compute in an earlier chunk itself.
+        self.num_cached_tokens = 0
         # Extend only: whether more of the prompt follows after this step (a copy, because the
         # request's own flag may speak of the next chunk when the result is read).
         self.chunked: list[bool] = []
@@ -495,6 +497,9 @@ class ScheduleBatch:
             req.req_pool_idx = row
 
         self.prefix_lens = [len(req.prefix_indices) for req in self.reqs]
+        self.num_cached_tokens = sum(
+            prefix_len for prefix_len, own in zip(self.prefix_lens, goes_on) if not own
+        )
         self.extend_lens = [req.extend_len for req in self.reqs]
         self.chunked = [req.is_chunked for req in self.reqs]
         seq_lens = [p + e for p, e in zip(self.prefix_lens, self.extend_lens)]
@@ -521,6 +526,8 @@ class ScheduleBatch:
         for req in self.reqs:
             if not req.is_chunked:
                 req.num_pending_tokens += 1
+        # A cut prompt brings no token, but the batch is filtered before it decodes.
+        self.traits.steps_to_limit -= 1
         self._refresh_sampling_info()
 
     def _prefill_span(self, index: int, goes_on: bool) -> PrefillSpan:

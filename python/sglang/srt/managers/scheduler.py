@@ -397,8 +397,10 @@ class Scheduler(SchedulerUpdateWeightsMixin):
 
     def _drop_ended(self) -> None:
         """Take out of the running batch who ended or used up the budget, if there is anybody."""
-        released = self.result_processor.num_released
-        if released != self._released_seen or self.running_batch.traits.steps_to_limit <= 0:
+        released, batch = self.result_processor.num_released, self.running_batch
+        # Steps of several tokens use a budget up sooner than their number says.
+        may_be_used_up = batch.step_shape.max_tokens > 1 or batch.traits.steps_to_limit <= 0
+        if released != self._released_seen or may_be_used_up:
             self._keep_running(self._goes_on)
             self._released_seen = released
 

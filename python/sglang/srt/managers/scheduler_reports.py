@@ -134,7 +134,7 @@ class SchedulerReports:
 
     def on_prefill(self, batch: ScheduleBatch, look: Look) -> None:
         """A prefill step has just been launched; `look` does not see it yet."""
-        num_new, num_cached = sum(batch.extend_lens), sum(batch.prefix_lens)
+        num_new, num_cached = sum(batch.extend_lens), batch.num_cached_tokens
         self.cache_hit_rate = num_cached / (num_cached + num_new)
         waits, self._waits = self._waits, []
         if self.metrics is None and not self.facts.is_logging_rank:
