@@ -426,8 +426,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         if not batch.is_empty() and not self._fits_after_copies(batch):
             # Alone and still too long: only another holder of slots (a chunked prompt) can be why.
             # From now on the full output of each is set aside, so they do not meet again.
-            self._retract_running()
             self.new_token_ratio.value = 1.0
+            self.reports.on_retract(self._retract_running(), self.new_token_ratio.value)
 
     def _fits_after_copies(self, batch: ScheduleBatch) -> bool:
         """Whether a decode step fits, if need be once the copies to the host have ended.
@@ -585,8 +585,8 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         req.set_status(ReqStatus.WAITING)
         self.waiting_queue.put_back(req, place, self._serving_time)
 
-    def _retract_running(self) -> None:
-        """Retract every request that holds slots, in front of the waiting queue."""
+    def _retract_running(self) -> list[Req]:
+        """Retract every request that holds slots, in front of the waiting queue; returns them."""
         self._drain_results()
         held = self._held_requests()
         self.chunked_req = None
@@ -594,6 +594,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         self.running_batch = self._new_batch([])
         for place, req in enumerate(held):
             self._retract(req, place)
+        return held
 
     def _expire_requests(self) -> None:
         """Abort what has waited or run longer than the configured limits."""
