@@ -57,6 +57,7 @@ def _instance(cls: type) -> Any:
         if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
             values[spec.name] = {
                 "str": "x",
+                "set[str]": {"x", "y"},
                 "str | None": "y",
                 "int": 1,
                 "bool": True,

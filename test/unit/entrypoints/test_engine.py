@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbandonReq
 from sglang.srt.managers.request_errors import RequestError
 from sglang.test.fakes.front import Front, make_front, until
 
@@ -146,7 +146,7 @@ def test_a_stream_may_be_collected_in_the_middle_of_another_call(engine: FrontEn
     other.join(5)
     assert not other.is_alive(), "the engine waits for its own lock"
     assert answers[0]["text"] == "b" * 20
-    assert [m.rid for m in engine.front.scheduler.of_type(AbortReq)] == ["left"]
+    assert engine.front.scheduler.of_type(AbandonReq) == [AbandonReq(rids={"left"})]
 
 
 def test_a_stream_that_is_left_between_calls_is_aborted_at_once(engine: FrontEngine) -> None:
@@ -155,7 +155,7 @@ def test_a_stream_that_is_left_between_calls_is_aborted_at_once(engine: FrontEng
     next(stream)  # type: ignore[arg-type]
     stream.close()  # type: ignore[union-attr]
     assert engine.text() == "aaaa"
-    assert [m.rid for m in engine.front.scheduler.of_type(AbortReq)] == ["left"]
+    assert engine.front.scheduler.of_type(AbandonReq) == [AbandonReq(rids={"left"})]
     assert engine.tokenizer_manager.rid_to_state == {}
 
 

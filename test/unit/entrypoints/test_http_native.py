@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http_server import _warmup_body
 from sglang.srt.environ import envs
 from sglang.srt.managers import client_watch, health, tokenizer_manager
 from sglang.srt.managers.io_struct import (
-    AbortReq,
+    AbandonReq,
     ProfileReqInput,
     SlowDownReqInput,
     TokenizedGenerateReqInput,
@@ -206,7 +206,7 @@ def test_disconnect_aborts(http: HttpFront, monkeypatch: pytest.MonkeyPatch, str
                 raise requests.exceptions.RequestException
         requests.post(http.url + "/generate", json=body, timeout=0.3)
     wait_for(lambda: not http.scheduler.live)
-    assert http.scheduler.of_type(AbortReq)[-1].exact
+    assert len(http.scheduler.of_type(AbandonReq)[-1].rids) == 1
     wait_for(lambda: not http.front.manager.rid_to_state)
 
 

@@ -131,6 +131,23 @@ class AbortReq:
     abort_message: str | None = None
     exact: bool = False  # only the request with this very id, not those it is a prefix of
 
+    def means(self, rid: str) -> bool:
+        """Whether that request is to be aborted; without an id nobody is."""
+        if self.abort_all or not self.rid:
+            return self.abort_all
+        return rid == self.rid if self.exact else rid.startswith(self.rid)
+
+
+@dataclass(slots=True, kw_only=True)
+class AbandonReq:
+    """Abort the requests with these ids: nobody waits for their answers any more."""
+
+    rids: set[str]
+
+    def means(self, rid: str) -> bool:
+        """Whether that request is to be aborted."""
+        return rid in self.rids
+
 
 # ------------------------------------------------------------------------------------------------
 # Generation: scheduler -> detokenizer -> front

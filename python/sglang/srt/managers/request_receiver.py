@@ -8,7 +8,7 @@ inputs. Collective: every rank calls `recv` once per loop. Scheduler thread only
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from sglang.srt.distributed.communication import broadcast_bytes
+from sglang.srt.managers.io_struct import AbandonReq
 from sglang.srt.managers.ipc import PullChannel, decode
 from sglang.srt.utils.wakeup import Wakeup
 
@@ -80,4 +81,21 @@ class RequestReceiver:
 
     @staticmethod
     def _decode(raw: list[bytes], ready: list[str], now: float) -> ReceivedStep:
-        return ReceivedStep(messages=[decode(r) for r in raw], ready_grammars=ready, now=now)
+        messages = merge_abandoned(decode(r) for r in raw)
+        return ReceivedStep(messages=messages, ready_grammars=ready, now=now)
+
+
+def merge_abandoned(messages: Iterable[Any]) -> list[Any]:
+    """Make one message of neighbours that name requests without a client.
+
+    Each such message looks at every request there is, and thousands come at once when a client
+    leaves a large batch, or a proxy with all its clients.
+    """
+    merged: list[Any] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if isinstance(last, AbandonReq) and isinstance(message, AbandonReq):
+            last.rids |= message.rids
+        else:
+            merged.append(message)
+    return merged

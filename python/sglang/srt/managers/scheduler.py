@@ -27,6 +27,7 @@ from sglang.srt.managers.deferred_flush import DeferredFlush
 from sglang.srt.managers.finish_check import FinishAbort
 from sglang.srt.managers.hicache_setup import register_draft
 from sglang.srt.managers.io_struct import (
+    AbandonReq,
     AbortReq,
     BatchTokenizedGenerateReqInput,
     ContinueGenerationReqInput,
@@ -539,17 +540,10 @@ class Scheduler(SchedulerUpdateWeightsMixin):
         req.finish_reason = reason
         self.result_processor.release_finished(req)
 
-    def abort_request(self, recv: AbortReq) -> None:
+    def abort_request(self, recv: AbortReq | AbandonReq) -> None:
         """End every request that `recv` names, at once, wherever it is."""
-        if not recv.abort_all and not recv.rid:
-            return
-
-        def matches(req: Req) -> bool:
-            if recv.exact:
-                return req.rid == recv.rid
-            return recv.abort_all or req.rid.startswith(recv.rid)
-
-        self._abort_matching(matches, recv.abort_message)
+        message = recv.abort_message if isinstance(recv, AbortReq) else None
+        self._abort_matching(lambda req: recv.means(req.rid), message)
 
     def _abort_matching(self, matches: Callable[[Req], bool], message: str | None) -> None:
         for req in [*self.waiting_queue.remove(matches), *self.grammar_manager.remove(matches)]:
@@ -647,6 +641,7 @@ class Scheduler(SchedulerUpdateWeightsMixin):
             TokenizedGenerateReqInput: self.handle_generate_request,
             BatchTokenizedGenerateReqInput: self._handle_batch,
             AbortReq: self.abort_request,
+            AbandonReq: self.abort_request,
             ShutdownReq: self._handle_shutdown,
         }
         for kind, handler in control.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import (
-    AbortReq,
+    AbandonReq,
     BatchTokenizedGenerateReqInput,
     TokenizedGenerateReqInput,
 )
@@ -65,7 +65,7 @@ class Dispatcher:
     def abort(self, state: ReqState) -> None:
         """Tell the replica that works on it, if one does, to stop."""
         if state.sent_rank is not None:
-            self._push[state.sent_rank].send(AbortReq(rid=state.rid, exact=True))
+            self._push[state.sent_rank].send(AbandonReq(rids={state.rid}))
 
     def forget(self, state: ReqState) -> None:
         """The request has ended; harmless when told twice."""

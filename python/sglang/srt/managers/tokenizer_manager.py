@@ -559,23 +559,17 @@ class TokenizerManager:
 
         Unknown ids are ignored. The choices of a request have ids of their own: `rid`_0, …
         """
-        if not rid and not abort_all:
-            return
-
-        def matches(state: ReqState) -> bool:
-            return abort_all or (state.rid == rid if exact else state.rid.startswith(rid))
-
-        hit = [state for state in self.rid_to_state.values() if matches(state)]
+        message = AbortReq(
+            rid=rid,
+            abort_all=abort_all,
+            abort_message=abort_message,
+            exact=exact and not abort_all,
+        )
+        hit = [state for state in self.rid_to_state.values() if message.means(state.rid)]
         for state in hit:
             if state.phase is Phase.HELD:
                 self._finish_held(state, abort_message)
         if any(state.phase is Phase.SENT for state in hit) or abort_all:
-            message = AbortReq(
-                rid=rid,
-                abort_all=abort_all,
-                abort_message=abort_message,
-                exact=exact and not abort_all,
-            )
             self._dispatcher.broadcast(message)
 
     def _finish_held(self, state: ReqState, abort_message: str | None) -> None:

@@ -169,7 +169,8 @@ class WaitingQueue:
         The one way out other than admission.
         """
         leaving = {req: None for req in self._reqs if matches(req)}
-        self._reqs = [req for req in self._reqs if req not in leaving]
+        if leaving:
+            self._reqs = [req for req in self._reqs if req not in leaving]
         for req in leaving:
             self._tree_cache.release_aborted_request(req.rid)
         return list(leaving)

@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang.srt.managers.detokenizer_manager import Detokenizer
 from sglang.srt.managers.io_struct import (
+    AbandonReq,
     AbortReq,
     BatchTokenIDOutput,
     BatchTokenizedGenerateReqInput,
@@ -237,7 +238,7 @@ class FakeScheduler:
         elif isinstance(message, BatchTokenizedGenerateReqInput):
             for request in message.requests:
                 self._accept(request)
-        elif isinstance(message, AbortReq):
+        elif isinstance(message, AbortReq | AbandonReq):
             self._abort(message)
         elif isinstance(message, ControlReqInput):
             reply = self._control(message)
@@ -254,12 +255,10 @@ class FakeScheduler:
             return
         self.live[req.rid] = live
 
-    def _abort(self, message: AbortReq) -> None:
+    def _abort(self, message: AbortReq | AbandonReq) -> None:
+        text = (message.abort_message if isinstance(message, AbortReq) else None) or "Aborted"
         for live in list(self.live.values()):
-            rid = live.req.rid
-            hit = rid == message.rid if message.exact else rid.startswith(message.rid)
-            if message.abort_all or (message.rid and hit):
-                text = message.abort_message or "Aborted"
+            if message.means(live.req.rid):
                 reason = {"type": "abort", "message": text, "status_code": None, "err_type": None}
                 self._emit(live, [], reason)
 
