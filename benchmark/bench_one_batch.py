@@ -12,6 +12,8 @@ be random (`--load-format dummy`): speed does not depend on their values.
 * step / replay: time of a step in the engine ÷ that of its bare captured graph in a loop (on the
   CPU: of the model's forward). `bench_overhead.py` measures both more exactly.
 
+With `--small` there are no limits and no shares: a tiny model lies in a cache.
+
     python benchmark/bench_one_batch.py --model benchmark/shapes/llama-3.1-8b --load-format dummy
     python benchmark/bench_one_batch.py --device cpu --small
 """
@@ -42,6 +44,7 @@ from arguments import (
     require_device,
     whole_number,
 )
+from machine_limits import measure_limits, timed
 from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
@@ -96,38 +99,6 @@ class TimedWorker:
         end.record()
         self.events.append((start, end))
         return result
-
-
-def timed(function: Any, repeats: int) -> float:
-    """Seconds of one call: best of `repeats`, device work included."""
-    platform = current_platform()
-    best = float("inf")
-    for _ in range(repeats):
-        platform.synchronize()
-        start = time.perf_counter()
-        function()
-        platform.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def measure_limits(device: torch.device, dtype: torch.dtype, *, small: bool) -> dict[str, float]:
-    """Read and copy bandwidth (bytes/s) and matmul rate (operations/s), on random data."""
-    num = (1 << 24) if small or device.type == "cpu" else (1 << 31)
-    source = torch.empty(num, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    words = source.view(torch.int32)
-    size = 512 if small or device.type == "cpu" else 8192
-    a = torch.randn(size, size, dtype=dtype, device=device)
-    b = torch.randn(size, size, dtype=dtype, device=device)
-    out = torch.empty_like(a)
-    for _ in range(3):
-        torch.mm(a, b, out=out)
-    return {
-        "read_bytes_s": num / timed(words.max, 10),
-        "copy_bytes_s": 2 * num / timed(lambda: target.copy_(source), 10),
-        "matmul_ops_s": 2 * size**3 / timed(lambda: torch.mm(a, b, out=out), 10),
-    }
 
 
 class Bench:
@@ -286,44 +257,67 @@ class Bench:
             return timed(lambda: [step() for _ in range(50)], 3) / 50 * 1e3
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything and print the table."""
-    bench = Bench(args)
-    limits = measure_limits(bench.runner.device, bench.runner.dtype, small=args.small)
-    write = sys.stdout.write
-    write(
+def find_limits(bench: Bench, *, small: bool) -> dict[str, float] | None:
+    """Measure and print what the machine reaches; nothing for a model that lies in a cache."""
+    if small:
+        sys.stdout.write("--small: no limits, since a tiny model lies in a cache\n")
+        return None
+    limits = measure_limits(bench.runner.device, bench.runner.dtype)
+    sys.stdout.write(
         f"limits: read {limits['read_bytes_s'] / 1e9:.0f} GB/s, "
         f"copy {limits['copy_bytes_s'] / 1e9:.0f} GB/s, "
         f"matmul {limits['matmul_ops_s'] / 1e12:.1f} TFLOP/s\n"
     )
-    rows: dict[str, Any] = {"limits": limits, "prefill": [], "decode": []}
+    return limits
+
+
+def prefill_row(
+    bench: Bench, length: int, repeats: int, limits: dict[str, float] | None
+) -> dict[str, float]:
+    """Figures of prompts of one length, printed too."""
+    row = bench.prefill(length, repeats)
+    line = f"prefill {length}: {row['ms']:.1f} ms, {row['tok_s']:.0f} tok/s"
+    if limits is not None:
+        row["mfu"] = prefill_ops(bench.runner, length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
+        line += f", MFU {row['mfu']:.3f}"
+    sys.stdout.write(line + "\n")
+    return row
+
+
+def decode_row(
+    bench: Bench, batch: int, args: argparse.Namespace, limits: dict[str, float] | None
+) -> dict[str, float]:
+    """Figures of one batch size, those of the run with the median speed; printed too."""
+    runs = [bench.decode(batch, args.input_len, args.output_len) for _ in range(args.repeats)]
+    row = sorted(runs, key=lambda r: r["tok_s"])[len(runs) // 2]
+    line = f"decode batch {batch}: {row['tok_s']:.0f} tok/s ({row['ms_per_step']:.3f} ms/step)"
+    if limits is not None:
+        limit_s = step_bytes(bench.runner, batch, row["context"]) / limits["read_bytes_s"]
+        row["limit_tok_s"] = batch / limit_s
+        row["share"] = row["tok_s"] / row["limit_tok_s"]
+        line += f", {row['share']:.3f} of {row['limit_tok_s']:.0f}"
+    row["replay_ms"] = bench.bare_replay_ms(batch)
+    row["step_over_replay"] = row["ms_per_step"] / row["replay_ms"]
+    line += f"; busy {row['busy_share']:.3f}, step / replay {row['step_over_replay']:.3f}"
+    sys.stdout.write(line + "\n")
+    return row
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything and print the table."""
+    bench = Bench(args)
+    write = sys.stdout.write
+    limits = find_limits(bench, small=args.small)
+    rows: dict[str, Any] = {"limits": limits}
     rows["start_s"], rows["warm_up_s"] = bench.start_s, bench.runner.warm_up_s
     write(f"start {bench.start_s:.1f} s, of it warm-up {bench.runner.warm_up_s:.1f} s\n")
     rows["first_uses"] = bench.first_uses(args.first_uses)
     for row in rows["first_uses"]:
         write(f"prompt of {row['length']}: {row['first_ms']:.1f} ms, then {row['again_ms']:.1f}\n")
-    for length in args.prefill:
-        row = bench.prefill(length, args.repeats)
-        row["mfu"] = prefill_ops(bench.runner, length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
-        rows["prefill"].append(row)
-        write(
-            f"prefill {length}: {row['ms']:.1f} ms, {row['tok_s']:.0f} tok/s, "
-            f"MFU {row['mfu']:.3f}\n"
-        )
+    rows["prefill"] = [prefill_row(bench, n, args.repeats, limits) for n in args.prefill]
+    rows["decode"] = []
     for batch in args.batch:
-        runs = [bench.decode(batch, args.input_len, args.output_len) for _ in range(args.repeats)]
-        row = sorted(runs, key=lambda r: r["tok_s"])[len(runs) // 2]
-        limit_s = step_bytes(bench.runner, batch, row["context"]) / limits["read_bytes_s"]
-        row["limit_tok_s"] = batch / limit_s
-        row["share"] = row["tok_s"] / row["limit_tok_s"]
-        row["replay_ms"] = bench.bare_replay_ms(batch)
-        row["step_over_replay"] = row["ms_per_step"] / row["replay_ms"]
-        rows["decode"].append(row)
-        write(
-            f"decode batch {batch}: {row['tok_s']:.0f} tok/s ({row['ms_per_step']:.3f} ms/step), "
-            f"{row['share']:.3f} of {row['limit_tok_s']:.0f}; busy {row['busy_share']:.3f}, "
-            f"step / replay {row['step_over_replay']:.3f}\n"
-        )
+        rows["decode"].append(decode_row(bench, batch, args, limits))
         if args.profile:
             write(bench.profile(batch, args.input_len))
         sys.stdout.flush()
