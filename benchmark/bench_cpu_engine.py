@@ -31,7 +31,6 @@ from typing import Any, Protocol
 
 from arguments import model_path, output_file, parse_small
 
-BANDWIDTH_BUFFER_BYTES = 1 << 30
 PROMPT_LEN = 64
 
 
@@ -53,10 +52,7 @@ class EngineContestant:
     """The scheduler over the real model, in process."""
 
     def __init__(self, model: str, threads: int, weight_format: str) -> None:
-        import torch
-
         from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.layers.cpu import native, ops
         from sglang.srt.managers.tp_worker import TpModelWorker
         from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
         from sglang.srt.platforms import init_platform
@@ -89,8 +85,6 @@ class EngineContestant:
             disable_cache=True,
         )
         self._next_rid = 0
-        self._read_all = native.read_all if ops.available() else torch.sum
-        self._buffer = torch.ones(BANDWIDTH_BUFFER_BYTES // 4)
 
     def _start(self, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
         rids = []
@@ -119,15 +113,6 @@ class EngineContestant:
             raise RuntimeError(f"{num_steps} decode steps gave {lengths} tokens")
         self._harness.run_until_idle()
         return elapsed
-
-    def bandwidth(self) -> float:
-        """Bytes per second of a read-only pass over the buffer, best of three."""
-        best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            self._read_all(self._buffer)
-            best = min(best, time.perf_counter() - start)
-        return BANDWIDTH_BUFFER_BYTES / best
 
 
 class TransformersContestant:
@@ -183,8 +168,12 @@ def serve(args: argparse.Namespace) -> None:
             elapsed = contestant.decode(prompts, command["steps"])
             _say({f"decode_b{command['batch']}": command["batch"] * command["steps"] / elapsed})
         elif isinstance(contestant, EngineContestant):
-            limit = contestant.bandwidth() / contestant.weight_bytes
-            _say({"bandwidth_gb_s": contestant.bandwidth() / 1e9, "limit_b1": limit})
+            # Late: the peer's process loads nothing of the package.
+            from machine_limits import cpu_read_bandwidth
+
+            bandwidth = cpu_read_bandwidth()
+            limit = bandwidth / contestant.weight_bytes
+            _say({"bandwidth_gb_s": bandwidth / 1e9, "limit_b1": limit})
         else:
             _say({})
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import bench_cpu_engine
 import machine_limits
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -40,3 +44,19 @@ def test_the_small_form_gives_no_share_of_a_limit(tmp_path: Path) -> None:
     assert rows["limits"] is None and "no limits" in done.stdout
     assert "share" not in rows["decode"][0] and "mfu" not in rows["prefill"][0]
     assert "MFU" not in done.stdout and " of " not in done.stdout.split("decode", 1)[1]
+
+
+def test_a_limit_is_that_of_the_bandwidth_beside_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Engine(bench_cpu_engine.EngineContestant):
+        def __init__(self, *_: Any) -> None:
+            self.vocab_size, self.weight_bytes = 10, 1 << 30
+
+    measured = iter([20e9, 30e9])
+    monkeypatch.setattr(machine_limits, "cpu_read_bandwidth", lambda: next(measured))
+    monkeypatch.setattr(bench_cpu_engine, "EngineContestant", Engine)
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"what": "bandwidth"}\n'))
+    bench_cpu_engine.serve(Namespace(role="engine", model="", threads=1, cpu_weight_format="auto"))
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert values["limit_b1"] == values["bandwidth_gb_s"] * 1e9 / Engine().weight_bytes
