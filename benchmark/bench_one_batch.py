@@ -10,7 +10,8 @@ be random (`--load-format dummy`): speed does not depend on their values.
 * busy: device time of the decode steps ÷ wall time; what is missing is time in which the device
   waits for the host (on the CPU: the share of forward and sampler);
 * step / replay: time of a step in the engine ÷ that of its bare captured graph in a loop (on the
-  CPU: of the model's forward). `bench_overhead.py` measures both more exactly.
+  CPU: of the model's forward). Steps grow with the context and the last one is replayed, so the
+  step is the median of the last 16 measured. `bench_overhead.py` measures both more exactly.
 
 With `--small` there are no limits and no shares: a tiny model lies in a cache.
 
@@ -61,7 +62,8 @@ from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from step_cost import prefill_ops, step_bytes
 
 DROPPED_STEPS = 32
-LEAST_OUTPUT_LEN = 6  # one step is left to measure
+LEAST_OUTPUT_LEN = 7  # two steps are left to measure, of which one ends where the other starts
+LAST_STEPS = 16
 SMALL = {"batch": [1, 4], "prefill": [64], "input_len": 16, "output_len": 24, "repeats": 1}
 
 
@@ -76,18 +78,22 @@ class HostEvent:
 
 
 class TimedWorker:
-    """A worker that records events around every decode step, while `is_timing`."""
+    """A worker that notes when each decode step starts, with events around it while `is_timing`."""
 
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
         self.events: list[tuple[Any, Any]] = []
+        self.moments: list[float] = []  # the host's, in seconds
         self.is_timing = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        if batch.forward_mode is not ForwardMode.DECODE or not self.is_timing:
+        is_decode = batch.forward_mode is ForwardMode.DECODE
+        if is_decode:
+            self.moments.append(time.perf_counter())
+        if not is_decode or not self.is_timing:
             return self._worker.forward_batch_generation(batch)
         platform = current_platform()
         start, end = (
@@ -99,6 +105,18 @@ class TimedWorker:
         end.record()
         self.events.append((start, end))
         return result
+
+
+def last_step_ms(moments: list[float]) -> float:
+    """Milliseconds of a step at the end of a run, from when its steps started.
+
+    The median of the last ones; their mean would count the rare step of a busy machine, which the
+    best of several loops of replays does not.
+    """
+    last = moments[-LAST_STEPS - 1 :]
+    if len(last) < 2:
+        return float("nan")
+    return statistics.median(end - start for start, end in zip(last, last[1:])) * 1e3
 
 
 class Bench:
@@ -210,17 +228,20 @@ class Bench:
         self.harness.step(dropped)
         current_platform().synchronize()
         self.worker.events.clear()
+        self.worker.moments.clear()
         steps = output_len - dropped - 4
         start = time.perf_counter()
         self.harness.step(steps)
         current_platform().synchronize()
         elapsed = time.perf_counter() - start
         busy = sum(begin.elapsed_time(end) for begin, end in self.worker.events) / 1e3
+        last_ms = last_step_ms(self.worker.moments)
         self.finish()
         return {
             "batch": batch,
             "tok_s": batch * steps / elapsed,
             "ms_per_step": elapsed / steps * 1e3,
+            "last_ms_per_step": last_ms,
             "busy_share": busy / elapsed if events else float("nan"),
             "context": input_len + dropped + steps / 2,
         }
@@ -297,7 +318,7 @@ def decode_row(
         row["share"] = row["tok_s"] / row["limit_tok_s"]
         line += f", {row['share']:.3f} of {row['limit_tok_s']:.0f}"
     row["replay_ms"] = bench.bare_replay_ms(batch)
-    row["step_over_replay"] = row["ms_per_step"] / row["replay_ms"]
+    row["step_over_replay"] = row["last_ms_per_step"] / row["replay_ms"]
     line += f"; busy {row['busy_share']:.3f}, step / replay {row['step_over_replay']:.3f}"
     sys.stdout.write(line + "\n")
     return row
