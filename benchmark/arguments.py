@@ -7,6 +7,7 @@ No script: the benchmarks import it. It needs no torch before a device is asked 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -131,3 +132,9 @@ def require_device(device: str, small_form: str = SMALL_ON_CPU) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"{Path(sys.argv[0]).name}: needs a CUDA device; {small_form}")
+
+
+def require_triton() -> None:
+    """Raise SystemExit, in one line, where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: needs Triton, which is not installed here")

@@ -203,9 +203,32 @@ def test_help_says_what_the_columns_mean(name: str) -> None:
     assert f"python benchmark/{name}.py --" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "code", "said"),
+    [
+        ("bench_attention", "--help", 0, "--sweep"),
+        ("bench_gemv", "--help", 0, "--sweep"),
+        ("bench_attention", "--small", 1, "bench_attention.py: needs Triton"),
+    ],
+)
+def test_command_lines_are_read_without_triton(name: str, words: str, code: int, said: str) -> None:
+    program = (
+        "import importlib, sys\n"
+        "sys.modules['triton'] = None\n"
+        f"sys.argv = ['{name}.py', '{words}']\n"
+        f"sys.exit(importlib.import_module('{name}').main())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_script_needs_the_test_tools() -> None:
     """Whoever measures has the server's environment, not that of its tests."""
-    names = [*SMALL_FORMS, *CUDA_ONLY, "sglang.test.compile_kernels"]
+    kernels = ["kernel_timing.attention", "kernel_timing.gemv", "sglang.test.compile_kernels"]
+    names = [*SMALL_FORMS, *CUDA_ONLY, *kernels]
     program = (
         "import importlib, sys\n"
         "for tool in ('pytest', 'hypothesis'): sys.modules[tool] = None\n"
