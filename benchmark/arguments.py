@@ -88,6 +88,17 @@ def positive(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """A number between 0 and 1, neither included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number between 0 and 1")
+    return value
+
+
 def length_range(text: str) -> LengthRange:
     try:
         return LengthRange.parse(text)

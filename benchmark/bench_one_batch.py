@@ -31,22 +31,25 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from arguments import (
     count,
+    fraction,
     model_path,
     output_file,
     parse_small,
     parser_of,
-    positive,
     require_device,
     whole_number,
 )
+from load_fit import check_before_loading, check_pool, longest_request
 from machine_limits import measure_limits, timed
-from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.registry import attention_backend_names
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -56,7 +59,9 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.srt.model_loader.weight_utils import LOAD_FORMATS
 from sglang.srt.platforms import current_platform, init_platform
+from sglang.srt.server_args_availability import FP8_CACHE_DTYPES, KV_CACHE_DTYPES
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from step_cost import prefill_ops, step_bytes
@@ -64,6 +69,7 @@ from step_cost import prefill_ops, step_bytes
 DROPPED_STEPS = 32
 LEAST_OUTPUT_LEN = 7  # two steps are left to measure, of which one ends where the other starts
 LAST_STEPS = 16
+TINY_LONGEST = 1 << 16
 SMALL = {"batch": [1, 4], "prefill": [64], "input_len": 16, "output_len": 24, "repeats": 1}
 
 
@@ -123,11 +129,13 @@ class Bench:
     """One engine and the measurements on it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        """Raises ValueError for a model that cannot be loaded, and a load that does not fit."""
         init_platform(args.device).configure_process(args.threads)
         self.args = args
         self.config = ModelConfig.from_path(
             args.model, context_length=args.context_length, device=args.device
         )
+        check_before_loading(args, self.config)
         began = time.perf_counter()
         self.runner = ModelRunner(
             self.config,
@@ -146,6 +154,7 @@ class Bench:
             ),
         )
         self.start_s = time.perf_counter() - began
+        check_pool(args, self.runner.max_total_num_tokens)
         self.worker = TimedWorker(TpModelWorker(self.runner))
         self.last_step: Any = None
         self._keep_last_step()
@@ -278,6 +287,14 @@ class Bench:
             return timed(lambda: [step() for _ in range(50)], 3) / 50 * 1e3
 
 
+def make_bench(args: argparse.Namespace) -> Bench:
+    """Raises SystemExit, in one line, where `Bench` refuses."""
+    try:
+        return Bench(args)
+    except ValueError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+
+
 def find_limits(bench: Bench, *, small: bool) -> dict[str, float] | None:
     """Measure and print what the machine reaches; nothing for a model that lies in a cache."""
     if small:
@@ -326,7 +343,7 @@ def decode_row(
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure everything and print the table."""
-    bench = Bench(args)
+    bench = make_bench(args)
     write = sys.stdout.write
     limits = find_limits(bench, small=args.small)
     rows: dict[str, Any] = {"limits": limits}
@@ -353,14 +370,20 @@ def make_parser() -> argparse.ArgumentParser:
         type=model_path,
         help="folder of the model, or of its config.json for dummy weights",
     )
-    parser.add_argument("--load-format", default="auto", help="as the server's flag")
+    parser.add_argument(
+        "--load-format", default="auto", choices=LOAD_FORMATS, help="as the server's flag"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where it runs")
-    parser.add_argument("--attention-backend", help="default: the device's")
+    parser.add_argument(
+        "--attention-backend", choices=attention_backend_names(), help="default: the device's"
+    )
     parser.add_argument("--threads", type=count, help="CPU threads; default: all cores")
     parser.add_argument("--page-size", type=count, default=1, help="tokens of a page of KV")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="as the server's flag"
+    )
     parser.add_argument("--context-length", type=count, help="tokens; default: the model's")
-    parser.add_argument("--mem-fraction-static", type=positive, help="as the server's flag")
+    parser.add_argument("--mem-fraction-static", type=fraction, help="as the server's flag")
     parser.add_argument("--max-total-tokens", type=count, help="tokens of the KV pool")
     parser.add_argument(
         "--chunk-size", type=count, default=8192, help="most tokens of a prefill step"
@@ -402,8 +425,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def use_tiny_model(args: argparse.Namespace, folder: str) -> None:
-    """Make a tiny model in `folder` that takes these lengths, and a pool that holds them."""
-    longest = max([args.input_len + args.output_len, *args.prefill, *args.first_uses]) + 1
+    """Make a tiny model in `folder` that takes these lengths, and a pool that holds them.
+
+    Raises SystemExit for lengths that are not tiny.
+    """
+    longest = longest_request(args) + 1
+    if longest > TINY_LONGEST:
+        raise SystemExit(
+            f"{Path(sys.argv[0]).name}: the tiny model takes requests of less than {TINY_LONGEST} "
+            f"tokens, not {longest - 1}"
+        )
     checkpoint = make_tiny_checkpoint(folder, max_position_embeddings=max(512, longest))
     args.model, args.load_format = str(checkpoint), "auto"
     args.max_total_tokens = args.max_total_tokens or max(2048, 2 * max(args.batch) * longest)
@@ -413,10 +444,13 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line, and end where it asks for what the device does not have."""
     parser = make_parser()
     args = parse_small(parser, SMALL, needs_model=True)
-    if args.device == "cpu" and args.profile:
-        parser.error("--profile needs a CUDA device")
-    if args.device == "cpu" and args.kv_cache_dtype.startswith("fp8"):
-        parser.error(f"--kv-cache-dtype {args.kv_cache_dtype} needs a CUDA device")
+    for flag, is_given in (
+        ("--profile", args.profile),
+        ("--attention-backend triton", args.attention_backend == "triton"),
+        (f"--kv-cache-dtype {args.kv_cache_dtype}", args.kv_cache_dtype in FP8_CACHE_DTYPES),
+    ):
+        if args.device == "cpu" and is_given:
+            parser.error(f"{flag} needs a CUDA device")
     require_device(args.device)
     return args
 
@@ -428,10 +462,7 @@ def main() -> None:
             use_tiny_model(args, folder)
         if args.attention_backend is None:
             args.attention_backend = init_platform(args.device).default_attention_backend
-        try:
-            rows = run(args)
-        except ModelConfigError as error:
-            raise SystemExit(f"bench_one_batch.py: {error}") from error
+        rows = run(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

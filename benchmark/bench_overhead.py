@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments import count, output_file, parser_of, require_device, whole_number
-from bench_one_batch import LEAST_OUTPUT_LEN, SMALL, Bench, make_parser, use_tiny_model
+from bench_one_batch import LEAST_OUTPUT_LEN, SMALL, make_bench, make_parser, use_tiny_model
 from sglang.srt.platforms import current_platform, init_platform
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -49,7 +49,7 @@ def bench_arguments(args: argparse.Namespace) -> argparse.Namespace:
 
 def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Each batch size: the medians of the busy share and, of runs without events, of the step."""
-    bench = Bench(options)
+    bench = make_bench(options)
     rows = []
     for batch in options.batch:
         timed, plain = (
