@@ -124,6 +124,13 @@ def model_path(text: str) -> str:
     return text
 
 
+def input_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
 def output_file(text: str) -> Path:
     """A path that can be written to, so that nothing is measured in vain."""
     path = Path(text)
