@@ -6,9 +6,9 @@ the machine does hits both alike; the figures are medians over the rounds.
 
 * prefill: one prompt of `--prefill` random tokens, first token included, tokens per second;
 * decode: tokens per second of batches 1 and 8 at a context of 64, after the first token;
-* of the limit: the engine's decode at batch 1 ÷ (read bandwidth ÷ bytes of the weights), the
-  bandwidth measured in the same process and round by streaming through a buffer larger than any
-  cache;
+* of the limit: the engine's decode at batch 1 ÷ (read bandwidth ÷ bytes of the weights, in the
+  format that it reads), the bandwidth measured in the same process and round by streaming through
+  a buffer larger than any cache;
 * ratio: engine ÷ transformers.
 
     python benchmark/bench_cpu_engine.py --model FOLDER [--threads 2] [--rounds 5] [--json FILE]
@@ -57,6 +57,7 @@ class EngineContestant:
         from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
         from sglang.srt.platforms import init_platform
         from sglang.test.fakes.scheduler_harness import SchedulerHarness
+        from step_cost import weight_bytes
 
         init_platform("cpu").configure_process(threads)
         config = ModelConfig.from_path(model)
@@ -75,7 +76,7 @@ class EngineContestant:
             ),
         )
         self.vocab_size = config.vocab_size
-        self.weight_bytes = runner.weight_bytes
+        self.weight_bytes = weight_bytes(runner, 1)
         self._harness = SchedulerHarness(
             worker=TpModelWorker(runner),
             context_len=config.context_len,
