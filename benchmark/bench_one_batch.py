@@ -69,7 +69,7 @@ from step_cost import prefill_ops, step_bytes
 DROPPED_STEPS = 32
 LEAST_OUTPUT_LEN = 7  # two steps are left to measure, of which one ends where the other starts
 LAST_STEPS = 16
-TINY_LONGEST = 1 << 16
+TINY_LONGEST = 1 << 14
 SMALL = {"batch": [1, 4], "prefill": [64], "input_len": 16, "output_len": 24, "repeats": 1}
 
 

@@ -38,7 +38,9 @@ def check_before_loading(args: argparse.Namespace, config: ModelConfig) -> None:
             f"a request would have {longest_request(args)} tokens, and the model's context "
             f"{config.context_len}: shorten --input-len, --output-len or --prefill"
         )
-    token_bytes = kv_bytes_per_token(config, 1, resolve_kv_dtype(args.kv_cache_dtype, config.dtype))
+    kv_dtype = resolve_kv_dtype(args.kv_cache_dtype, config.dtype)
+    # Layers with a window left out: what fits must not be refused here; the pool is checked later.
+    token_bytes = kv_bytes_per_token(config, 1, kv_dtype, window_ratio=0.0)
     in_memory = current_platform().memory_info().free_bytes // max(token_bytes, 1)
     check_pool(args, min(in_memory, args.max_total_tokens or in_memory))
 
