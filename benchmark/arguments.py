@@ -7,6 +7,7 @@ No script: the benchmarks import it. It needs no torch before a device is asked 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -87,6 +88,17 @@ def positive(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """A number between 0 and 1, neither included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number between 0 and 1")
+    return value
+
+
 def length_range(text: str) -> LengthRange:
     try:
         return LengthRange.parse(text)
@@ -112,6 +124,13 @@ def model_path(text: str) -> str:
     return text
 
 
+def input_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
 def output_file(text: str) -> Path:
     """A path that can be written to, so that nothing is measured in vain."""
     path = Path(text)
@@ -131,3 +150,9 @@ def require_device(device: str, small_form: str = SMALL_ON_CPU) -> None:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"{Path(sys.argv[0]).name}: needs a CUDA device; {small_form}")
+
+
+def require_triton() -> None:
+    """Raise SystemExit, in one line, where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: needs Triton, which is not installed here")

@@ -6,9 +6,9 @@ the machine does hits both alike; the figures are medians over the rounds.
 
 * prefill: one prompt of `--prefill` random tokens, first token included, tokens per second;
 * decode: tokens per second of batches 1 and 8 at a context of 64, after the first token;
-* of the limit: the engine's decode at batch 1 ÷ (read bandwidth ÷ bytes of the weights), the
-  bandwidth measured in the same process and round by streaming through a buffer larger than any
-  cache;
+* of the limit: the engine's decode at batch 1 ÷ (read bandwidth ÷ bytes of the weights, in the
+  format that it reads), the bandwidth measured in the same process and round by streaming through
+  a buffer larger than any cache;
 * ratio: engine ÷ transformers.
 
     python benchmark/bench_cpu_engine.py --model FOLDER [--threads 2] [--rounds 5] [--json FILE]
@@ -31,7 +31,6 @@ from typing import Any, Protocol
 
 from arguments import model_path, output_file, parse_small
 
-BANDWIDTH_BUFFER_BYTES = 1 << 30
 PROMPT_LEN = 64
 
 
@@ -53,14 +52,12 @@ class EngineContestant:
     """The scheduler over the real model, in process."""
 
     def __init__(self, model: str, threads: int, weight_format: str) -> None:
-        import torch
-
         from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.layers.cpu import native, ops
         from sglang.srt.managers.tp_worker import TpModelWorker
         from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
         from sglang.srt.platforms import init_platform
         from sglang.test.fakes.scheduler_harness import SchedulerHarness
+        from step_cost import weight_bytes
 
         init_platform("cpu").configure_process(threads)
         config = ModelConfig.from_path(model)
@@ -79,7 +76,7 @@ class EngineContestant:
             ),
         )
         self.vocab_size = config.vocab_size
-        self.weight_bytes = runner.weight_bytes
+        self.weight_bytes = weight_bytes(runner, 1)
         self._harness = SchedulerHarness(
             worker=TpModelWorker(runner),
             context_len=config.context_len,
@@ -89,8 +86,6 @@ class EngineContestant:
             disable_cache=True,
         )
         self._next_rid = 0
-        self._read_all = native.read_all if ops.available() else torch.sum
-        self._buffer = torch.ones(BANDWIDTH_BUFFER_BYTES // 4)
 
     def _start(self, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
         rids = []
@@ -119,15 +114,6 @@ class EngineContestant:
             raise RuntimeError(f"{num_steps} decode steps gave {lengths} tokens")
         self._harness.run_until_idle()
         return elapsed
-
-    def bandwidth(self) -> float:
-        """Bytes per second of a read-only pass over the buffer, best of three."""
-        best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            self._read_all(self._buffer)
-            best = min(best, time.perf_counter() - start)
-        return BANDWIDTH_BUFFER_BYTES / best
 
 
 class TransformersContestant:
@@ -183,8 +169,12 @@ def serve(args: argparse.Namespace) -> None:
             elapsed = contestant.decode(prompts, command["steps"])
             _say({f"decode_b{command['batch']}": command["batch"] * command["steps"] / elapsed})
         elif isinstance(contestant, EngineContestant):
-            limit = contestant.bandwidth() / contestant.weight_bytes
-            _say({"bandwidth_gb_s": contestant.bandwidth() / 1e9, "limit_b1": limit})
+            # Late: the peer's process loads nothing of the package.
+            from machine_limits import cpu_read_bandwidth
+
+            bandwidth = cpu_read_bandwidth()
+            limit = bandwidth / contestant.weight_bytes
+            _say({"bandwidth_gb_s": bandwidth / 1e9, "limit_b1": limit})
         else:
             _say({})
 

@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional
 
 from arguments import output_file
+from machine_limits import cpu_read_bandwidth
 from sglang.srt.layers.cpu import native, ops, reference
 from sglang.srt.layers.cpu.layer_stack import (
     DecoderLayer,
@@ -33,6 +34,7 @@ from sglang.srt.layers.cpu.layer_stack import (
     Product,
     StackConfig,
 )
+from sglang.srt.platforms import init_platform
 
 logger = logging.getLogger("bench_cpu_ops")
 
@@ -97,13 +99,6 @@ def best_times(actions: list[Action], repeats: int) -> list[float]:
             action()
             best[index] = min(best[index], time.perf_counter() - start)
     return best
-
-
-def measure_bandwidth(sizes: Sizes, repeats: int) -> float:
-    """Bytes per second of reading `walk_bytes` once with all threads."""
-    data = torch.ones(sizes.walk_bytes // 4)
-    (seconds,) = best_times([lambda: native.read_all(data)], repeats)
-    return 4 * data.numel() / seconds
 
 
 def bench_products(sizes: Sizes, bandwidth: float, repeats: int) -> list[dict[str, object]]:
@@ -290,9 +285,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not ops.available():
         logger.error("the CPU kernels could not be built here: nothing to measure")
         return 1
-    torch.set_num_threads(options.threads)
+    init_platform("cpu").configure_process(options.threads)
     sizes, repeats = (SMALL, 1) if options.small else (Sizes(), options.repeats)
-    bandwidth = measure_bandwidth(sizes, repeats)
+    bandwidth = cpu_read_bandwidth(sizes.walk_bytes, repeats)
     report: dict[str, object] = {
         "threads": options.threads,
         "sizes": asdict(sizes),

@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from arguments import model_path, output_file, require_device
+from sglang.srt.cache_folder import small_model_folder
 from sglang.srt.utils.tokenizer import get_tokenizer
 from sglang.test.prompts import mixed_prompts
 from sglang.test.small_server import SmallServer, serve
@@ -108,7 +109,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=model_path, help="target, a model folder")
+    parser.add_argument("--model", type=model_path, help="target; default: the fetched model")
     parser.add_argument("--draft", default=str(SMALL_EAGLE3_DRAFT), help="EAGLE3 draft folder")
     parser.add_argument("--device", default="auto", choices=["auto", "cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="a few requests, a self-test")
@@ -127,8 +128,9 @@ def parse_args() -> argparse.Namespace:
         args = parser.parse_args()
     require_device(args.device, "--device cpu is the form without one")
     if args.model is None:
-        default = Path.home() / ".cache/hispec/smollm2-135m-instruct"
-        args.model = str(default)
+        args.model = str(small_model_folder())
+        if not Path(args.model).exists():
+            parser.error(f"there is no {args.model}: scripts/fetch_model.py fetches it")
     return args
 
 

@@ -10,7 +10,10 @@ be random (`--load-format dummy`): speed does not depend on their values.
 * busy: device time of the decode steps ÷ wall time; what is missing is time in which the device
   waits for the host (on the CPU: the share of forward and sampler);
 * step / replay: time of a step in the engine ÷ that of its bare captured graph in a loop (on the
-  CPU: of the model's forward). `bench_overhead.py` measures both more exactly.
+  CPU: of the model's forward). Steps grow with the context and the last one is replayed, so the
+  step is the median of the last 16 measured. `bench_overhead.py` measures both more exactly.
+
+With `--small` there are no limits and no shares: a tiny model lies in a cache.
 
     python benchmark/bench_one_batch.py --model benchmark/shapes/llama-3.1-8b --load-format dummy
     python benchmark/bench_one_batch.py --device cpu --small
@@ -28,21 +31,25 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from arguments import (
     count,
+    fraction,
     model_path,
     output_file,
     parse_small,
     parser_of,
-    positive,
     require_device,
     whole_number,
 )
-from sglang.srt.configs.model_config import ModelConfig, ModelConfigError
+from load_fit import check_before_loading, check_pool, longest_request
+from machine_limits import measure_limits, timed
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.registry import attention_backend_names
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import GenerationBatchResult, TpModelWorker
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
@@ -52,13 +59,17 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner, RunnerConfig
+from sglang.srt.model_loader.weight_utils import LOAD_FORMATS
 from sglang.srt.platforms import current_platform, init_platform
+from sglang.srt.server_args_availability import FP8_CACHE_DTYPES, KV_CACHE_DTYPES
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 from step_cost import prefill_ops, step_bytes
 
 DROPPED_STEPS = 32
-LEAST_OUTPUT_LEN = 6  # one step is left to measure
+LEAST_OUTPUT_LEN = 7  # two steps are left to measure, of which one ends where the other starts
+LAST_STEPS = 16
+TINY_LONGEST = 1 << 14
 SMALL = {"batch": [1, 4], "prefill": [64], "input_len": 16, "output_len": 24, "repeats": 1}
 
 
@@ -73,18 +84,22 @@ class HostEvent:
 
 
 class TimedWorker:
-    """A worker that records events around every decode step, while `is_timing`."""
+    """A worker that notes when each decode step starts, with events around it while `is_timing`."""
 
     def __init__(self, worker: TpModelWorker) -> None:
         self._worker = worker
         self.events: list[tuple[Any, Any]] = []
+        self.moments: list[float] = []  # the host's, in seconds
         self.is_timing = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker, name)
 
     def forward_batch_generation(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        if batch.forward_mode is not ForwardMode.DECODE or not self.is_timing:
+        is_decode = batch.forward_mode is ForwardMode.DECODE
+        if is_decode:
+            self.moments.append(time.perf_counter())
+        if not is_decode or not self.is_timing:
             return self._worker.forward_batch_generation(batch)
         platform = current_platform()
         start, end = (
@@ -98,47 +113,29 @@ class TimedWorker:
         return result
 
 
-def timed(function: Any, repeats: int) -> float:
-    """Seconds of one call: best of `repeats`, device work included."""
-    platform = current_platform()
-    best = float("inf")
-    for _ in range(repeats):
-        platform.synchronize()
-        start = time.perf_counter()
-        function()
-        platform.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+def last_step_ms(moments: list[float]) -> float:
+    """Milliseconds of a step at the end of a run, from when its steps started.
 
-
-def measure_limits(device: torch.device, dtype: torch.dtype, *, small: bool) -> dict[str, float]:
-    """Read and copy bandwidth (bytes/s) and matmul rate (operations/s), on random data."""
-    num = (1 << 24) if small or device.type == "cpu" else (1 << 31)
-    source = torch.empty(num, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    words = source.view(torch.int32)
-    size = 512 if small or device.type == "cpu" else 8192
-    a = torch.randn(size, size, dtype=dtype, device=device)
-    b = torch.randn(size, size, dtype=dtype, device=device)
-    out = torch.empty_like(a)
-    for _ in range(3):
-        torch.mm(a, b, out=out)
-    return {
-        "read_bytes_s": num / timed(words.max, 10),
-        "copy_bytes_s": 2 * num / timed(lambda: target.copy_(source), 10),
-        "matmul_ops_s": 2 * size**3 / timed(lambda: torch.mm(a, b, out=out), 10),
-    }
+    The median of the last ones; their mean would count the rare step of a busy machine, which the
+    best of several loops of replays does not.
+    """
+    last = moments[-LAST_STEPS - 1 :]
+    if len(last) < 2:
+        return float("nan")
+    return statistics.median(end - start for start, end in zip(last, last[1:])) * 1e3
 
 
 class Bench:
     """One engine and the measurements on it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        """Raises ValueError for a model that cannot be loaded, and a load that does not fit."""
         init_platform(args.device).configure_process(args.threads)
         self.args = args
         self.config = ModelConfig.from_path(
             args.model, context_length=args.context_length, device=args.device
         )
+        check_before_loading(args, self.config)
         began = time.perf_counter()
         self.runner = ModelRunner(
             self.config,
@@ -157,6 +154,7 @@ class Bench:
             ),
         )
         self.start_s = time.perf_counter() - began
+        check_pool(args, self.runner.max_total_num_tokens)
         self.worker = TimedWorker(TpModelWorker(self.runner))
         self.last_step: Any = None
         self._keep_last_step()
@@ -239,17 +237,20 @@ class Bench:
         self.harness.step(dropped)
         current_platform().synchronize()
         self.worker.events.clear()
+        self.worker.moments.clear()
         steps = output_len - dropped - 4
         start = time.perf_counter()
         self.harness.step(steps)
         current_platform().synchronize()
         elapsed = time.perf_counter() - start
         busy = sum(begin.elapsed_time(end) for begin, end in self.worker.events) / 1e3
+        last_ms = last_step_ms(self.worker.moments)
         self.finish()
         return {
             "batch": batch,
             "tok_s": batch * steps / elapsed,
             "ms_per_step": elapsed / steps * 1e3,
+            "last_ms_per_step": last_ms,
             "busy_share": busy / elapsed if events else float("nan"),
             "context": input_len + dropped + steps / 2,
         }
@@ -286,44 +287,75 @@ class Bench:
             return timed(lambda: [step() for _ in range(50)], 3) / 50 * 1e3
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything and print the table."""
-    bench = Bench(args)
-    limits = measure_limits(bench.runner.device, bench.runner.dtype, small=args.small)
-    write = sys.stdout.write
-    write(
+def make_bench(args: argparse.Namespace) -> Bench:
+    """Raises SystemExit, in one line, where `Bench` refuses."""
+    try:
+        return Bench(args)
+    except ValueError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from error
+
+
+def find_limits(bench: Bench, *, small: bool) -> dict[str, float] | None:
+    """Measure and print what the machine reaches; nothing for a model that lies in a cache."""
+    if small:
+        sys.stdout.write("--small: no limits, since a tiny model lies in a cache\n")
+        return None
+    limits = measure_limits(bench.runner.device, bench.runner.dtype)
+    sys.stdout.write(
         f"limits: read {limits['read_bytes_s'] / 1e9:.0f} GB/s, "
         f"copy {limits['copy_bytes_s'] / 1e9:.0f} GB/s, "
         f"matmul {limits['matmul_ops_s'] / 1e12:.1f} TFLOP/s\n"
     )
-    rows: dict[str, Any] = {"limits": limits, "prefill": [], "decode": []}
+    return limits
+
+
+def prefill_row(
+    bench: Bench, length: int, repeats: int, limits: dict[str, float] | None
+) -> dict[str, float]:
+    """Figures of prompts of one length, printed too."""
+    row = bench.prefill(length, repeats)
+    line = f"prefill {length}: {row['ms']:.1f} ms, {row['tok_s']:.0f} tok/s"
+    if limits is not None:
+        row["mfu"] = prefill_ops(bench.runner, length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
+        line += f", MFU {row['mfu']:.3f}"
+    sys.stdout.write(line + "\n")
+    return row
+
+
+def decode_row(
+    bench: Bench, batch: int, args: argparse.Namespace, limits: dict[str, float] | None
+) -> dict[str, float]:
+    """Figures of one batch size, those of the run with the median speed; printed too."""
+    runs = [bench.decode(batch, args.input_len, args.output_len) for _ in range(args.repeats)]
+    row = sorted(runs, key=lambda r: r["tok_s"])[len(runs) // 2]
+    line = f"decode batch {batch}: {row['tok_s']:.0f} tok/s ({row['ms_per_step']:.3f} ms/step)"
+    if limits is not None:
+        limit_s = step_bytes(bench.runner, batch, row["context"]) / limits["read_bytes_s"]
+        row["limit_tok_s"] = batch / limit_s
+        row["share"] = row["tok_s"] / row["limit_tok_s"]
+        line += f", {row['share']:.3f} of {row['limit_tok_s']:.0f}"
+    row["replay_ms"] = bench.bare_replay_ms(batch)
+    row["step_over_replay"] = row["last_ms_per_step"] / row["replay_ms"]
+    line += f"; busy {row['busy_share']:.3f}, step / replay {row['step_over_replay']:.3f}"
+    sys.stdout.write(line + "\n")
+    return row
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything and print the table."""
+    bench = make_bench(args)
+    write = sys.stdout.write
+    limits = find_limits(bench, small=args.small)
+    rows: dict[str, Any] = {"limits": limits}
     rows["start_s"], rows["warm_up_s"] = bench.start_s, bench.runner.warm_up_s
     write(f"start {bench.start_s:.1f} s, of it warm-up {bench.runner.warm_up_s:.1f} s\n")
     rows["first_uses"] = bench.first_uses(args.first_uses)
     for row in rows["first_uses"]:
         write(f"prompt of {row['length']}: {row['first_ms']:.1f} ms, then {row['again_ms']:.1f}\n")
-    for length in args.prefill:
-        row = bench.prefill(length, args.repeats)
-        row["mfu"] = prefill_ops(bench.runner, length) / (row["ms"] / 1e3) / limits["matmul_ops_s"]
-        rows["prefill"].append(row)
-        write(
-            f"prefill {length}: {row['ms']:.1f} ms, {row['tok_s']:.0f} tok/s, "
-            f"MFU {row['mfu']:.3f}\n"
-        )
+    rows["prefill"] = [prefill_row(bench, n, args.repeats, limits) for n in args.prefill]
+    rows["decode"] = []
     for batch in args.batch:
-        runs = [bench.decode(batch, args.input_len, args.output_len) for _ in range(args.repeats)]
-        row = sorted(runs, key=lambda r: r["tok_s"])[len(runs) // 2]
-        limit_s = step_bytes(bench.runner, batch, row["context"]) / limits["read_bytes_s"]
-        row["limit_tok_s"] = batch / limit_s
-        row["share"] = row["tok_s"] / row["limit_tok_s"]
-        row["replay_ms"] = bench.bare_replay_ms(batch)
-        row["step_over_replay"] = row["ms_per_step"] / row["replay_ms"]
-        rows["decode"].append(row)
-        write(
-            f"decode batch {batch}: {row['tok_s']:.0f} tok/s ({row['ms_per_step']:.3f} ms/step), "
-            f"{row['share']:.3f} of {row['limit_tok_s']:.0f}; busy {row['busy_share']:.3f}, "
-            f"step / replay {row['step_over_replay']:.3f}\n"
-        )
+        rows["decode"].append(decode_row(bench, batch, args, limits))
         if args.profile:
             write(bench.profile(batch, args.input_len))
         sys.stdout.flush()
@@ -338,14 +370,20 @@ def make_parser() -> argparse.ArgumentParser:
         type=model_path,
         help="folder of the model, or of its config.json for dummy weights",
     )
-    parser.add_argument("--load-format", default="auto", help="as the server's flag")
+    parser.add_argument(
+        "--load-format", default="auto", choices=LOAD_FORMATS, help="as the server's flag"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="where it runs")
-    parser.add_argument("--attention-backend", help="default: the device's")
+    parser.add_argument(
+        "--attention-backend", choices=attention_backend_names(), help="default: the device's"
+    )
     parser.add_argument("--threads", type=count, help="CPU threads; default: all cores")
     parser.add_argument("--page-size", type=count, default=1, help="tokens of a page of KV")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as the server's flag")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="as the server's flag"
+    )
     parser.add_argument("--context-length", type=count, help="tokens; default: the model's")
-    parser.add_argument("--mem-fraction-static", type=positive, help="as the server's flag")
+    parser.add_argument("--mem-fraction-static", type=fraction, help="as the server's flag")
     parser.add_argument("--max-total-tokens", type=count, help="tokens of the KV pool")
     parser.add_argument(
         "--chunk-size", type=count, default=8192, help="most tokens of a prefill step"
@@ -387,8 +425,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def use_tiny_model(args: argparse.Namespace, folder: str) -> None:
-    """Make a tiny model in `folder` that takes these lengths, and a pool that holds them."""
-    longest = max([args.input_len + args.output_len, *args.prefill, *args.first_uses]) + 1
+    """Make a tiny model in `folder` that takes these lengths, and a pool that holds them.
+
+    Raises SystemExit for lengths that are not tiny.
+    """
+    longest = longest_request(args) + 1
+    if longest > TINY_LONGEST:
+        raise SystemExit(
+            f"{Path(sys.argv[0]).name}: the tiny model takes requests of less than {TINY_LONGEST} "
+            f"tokens, not {longest - 1}"
+        )
     checkpoint = make_tiny_checkpoint(folder, max_position_embeddings=max(512, longest))
     args.model, args.load_format = str(checkpoint), "auto"
     args.max_total_tokens = args.max_total_tokens or max(2048, 2 * max(args.batch) * longest)
@@ -398,10 +444,13 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line, and end where it asks for what the device does not have."""
     parser = make_parser()
     args = parse_small(parser, SMALL, needs_model=True)
-    if args.device == "cpu" and args.profile:
-        parser.error("--profile needs a CUDA device")
-    if args.device == "cpu" and args.kv_cache_dtype.startswith("fp8"):
-        parser.error(f"--kv-cache-dtype {args.kv_cache_dtype} needs a CUDA device")
+    for flag, is_given in (
+        ("--profile", args.profile),
+        ("--attention-backend triton", args.attention_backend == "triton"),
+        (f"--kv-cache-dtype {args.kv_cache_dtype}", args.kv_cache_dtype in FP8_CACHE_DTYPES),
+    ):
+        if args.device == "cpu" and is_given:
+            parser.error(f"{flag} needs a CUDA device")
     require_device(args.device)
     return args
 
@@ -413,10 +462,7 @@ def main() -> None:
             use_tiny_model(args, folder)
         if args.attention_backend is None:
             args.attention_backend = init_platform(args.device).default_attention_backend
-        try:
-            rows = run(args)
-        except ModelConfigError as error:
-            raise SystemExit(f"bench_one_batch.py: {error}") from error
+        rows = run(args)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -49,8 +49,10 @@ from tqdm import tqdm
 
 from arguments import (
     count,
+    input_file,
     json_object,
     length_range,
+    model_path,
     output_file,
     parser_of,
     positive,
@@ -112,7 +114,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     server.add_argument(
         "--small", action="store_true", help="serve a tiny random model, a self-test"
     )
-    server.add_argument("--serve", metavar="MODEL", help="start a server of this model for the run")
+    server.add_argument(
+        "--serve", type=model_path, metavar="MODEL", help="start a server of this model for the run"
+    )
     server.add_argument("--serve-flags", default="", help="of --serve: its command line")
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=positive, help="requests per second; default inf")
@@ -143,7 +147,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--output-len", type=length_range, help="N or LOW:HIGH, default 128")
     work.add_argument("--groups", type=count, default=8, help="of prefix: different prefixes")
     work.add_argument("--prefix-len", type=count, help="of prefix: shared tokens, default 1024")
-    work.add_argument("--file", type=Path, help="of file: JSONL of prompts")
+    work.add_argument("--file", type=input_file, help="of file: JSONL of prompts")
     work.add_argument("--vocab-size", type=count, help="random ids are below; default: the model's")
     work.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     work.add_argument("--stop-at-eos", action="store_true", help="default: answers of full length")
@@ -184,7 +188,10 @@ def own_server(args: argparse.Namespace) -> Iterator[None]:
     args.url = f"http://127.0.0.1:{get_free_port()}"
     flags = shlex.split(args.serve_flags)
     started = time.perf_counter()
-    process = popen_launch_server(args.serve, args.url, SERVER_START_S, other_args=flags)
+    try:
+        process = popen_launch_server(args.serve, args.url, SERVER_START_S, other_args=flags)
+    except (RuntimeError, TimeoutError) as error:
+        raise SystemExit(f"bench_serving.py: the server did not start: {error}") from error
     sys.stderr.write(f"the server answers after {time.perf_counter() - started:.1f} s\n")
     try:
         yield

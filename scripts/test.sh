@@ -10,6 +10,11 @@
 # shellcheck source=scripts/lib.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
+case "${1:-}" in -h | --help)
+  sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit ;;
+esac
+
 ensure_environment test
 # Without it the tests of that backend are skipped, but not on a machine of continuous integration.
 ensure_rdma_library || true

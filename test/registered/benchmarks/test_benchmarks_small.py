@@ -130,6 +130,29 @@ REFUSALS = [
     ("bench_one_batch", "--device cpu --small --model {benchmarks}", "leave out --model"),
     ("bench_one_batch", "--device cpu --model /nope", "there is no /nope"),
     ("bench_one_batch", "--device cpu --model {benchmarks}", "config.json"),
+    *(("bench_one_batch", f"--device cpu --small {words}", said) for words, said in (
+        ("--attention-backend foo", "invalid choice: 'foo'"),
+        ("--attention-backend triton", "needs a CUDA device"),
+        ("--kv-cache-dtype foo", "invalid choice: 'foo'"),
+        ("--mem-fraction-static 7", "7 is no number between 0 and 1"),
+        ("--mem-fraction-static 1", "1 is no number between 0 and 1"),
+        ("--batch 300 --max-total-tokens 2048", "the load needs KV of 12000 tokens"),
+        ("--batch 100000000", "the load needs KV of 4000000000 tokens"),
+        ("--input-len 1000000000", "takes requests of less than"),
+    )),
+    ("bench_one_batch", "--device cpu --model {benchmarks}/shapes/tiny --load-format foo",
+     "invalid choice: 'foo'"),
+    ("bench_one_batch", "--device cpu --model {benchmarks}/shapes/tiny --batch 1 --prefill 64",
+     "--load-format dummy"),
+    ("bench_one_batch",
+     "--device cpu --model {benchmarks}/shapes/tiny --load-format dummy --input-len 1000000",
+     "a request would have 1000256 tokens"),
+    ("bench_serving", "--small --workload file --file /nope", "there is no file /nope"),
+    ("bench_serving", "--small --workload file --file {benchmarks}", "there is no file"),
+    ("bench_serving", "--serve /nope", "there is no /nope"),
+    ("bench_serving", "--serve {benchmarks} --serve-flags=--nope", "the server did not start"),
+    ("bench_overhead", "--device cpu --batch 100000000", "the load needs KV of"),
+    ("bench_overhead", "--device cpu --input-len 1000000000", "takes requests of less than"),
     ("bench_overhead", "--device cpu --shapes tiny", "has a tiny model only"),
     ("bench_overhead", "--device cpu --shapes foo", "invalid choice: 'foo'"),
     *((name, f"{' '.join(words)} /nope/x.json", "there is no folder /nope")
@@ -203,9 +226,32 @@ def test_help_says_what_the_columns_mean(name: str) -> None:
     assert f"python benchmark/{name}.py --" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "code", "said"),
+    [
+        ("bench_attention", "--help", 0, "--sweep"),
+        ("bench_gemv", "--help", 0, "--sweep"),
+        ("bench_attention", "--small", 1, "bench_attention.py: needs Triton"),
+    ],
+)
+def test_command_lines_are_read_without_triton(name: str, words: str, code: int, said: str) -> None:
+    program = (
+        "import importlib, sys\n"
+        "sys.modules['triton'] = None\n"
+        f"sys.argv = ['{name}.py', '{words}']\n"
+        f"sys.exit(importlib.import_module('{name}').main())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_script_needs_the_test_tools() -> None:
     """Whoever measures has the server's environment, not that of its tests."""
-    names = [*SMALL_FORMS, *CUDA_ONLY, "sglang.test.compile_kernels"]
+    kernels = ["kernel_timing.attention", "kernel_timing.gemv", "sglang.test.compile_kernels"]
+    names = [*SMALL_FORMS, *CUDA_ONLY, *kernels]
     program = (
         "import importlib, sys\n"
         "for tool in ('pytest', 'hypothesis'): sys.modules[tool] = None\n"

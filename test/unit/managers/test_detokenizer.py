@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from array import array
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from sglang.srt.cache_folder import small_model_folder
 from sglang.srt.managers.detokenizer_manager import Detokenizer, StopPrefixTracker
 from sglang.srt.managers.io_struct import BatchTokenIDOutput, DecodeParams, RequestOutput
 from sglang.srt.utils.tokenizer import BaseTokenizer, LightTokenizer, WindowDecoder, get_tokenizer
 from sglang.test.fakes.tiny_tokenizer import build_tiny_tokenizer
 
-CACHED_MODEL = Path("~/.cache/hispec/smollm2-135m-instruct").expanduser()
+CACHED_MODEL = small_model_folder()
 TINY = LightTokenizer(build_tiny_tokenizer(), {"eos_token": "<|end|>"})
 END_ID = TINY.eos_token_id or 0
 TEXTS = st.text(max_size=40) | st.sampled_from(

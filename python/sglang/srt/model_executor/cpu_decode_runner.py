@@ -107,6 +107,12 @@ class CpuDecodeRunner:
         """Plain decode of as many requests as the own products are faster for than torch's."""
         return is_plain_decode(batch) and batch.batch_size <= ops.small_rows()
 
+    def spared_bytes(self, batch_size: int) -> int:
+        """Bytes of weights that a step does not read, for benchmarks: of sources of copies."""
+        if batch_size > ops.small_rows():
+            return 0
+        return sum(weight.source.nbytes - weight.num_bytes for weight in self._compressed)
+
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """One decode step."""
         self.num_steps += 1

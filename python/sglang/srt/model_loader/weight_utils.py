@@ -177,7 +177,10 @@ def open_checkpoint(model_path: str, load_format: str = "auto") -> Checkpoint:
         files = _torch_files(root)
         if files:
             return TorchCheckpoint(root, files)
-    raise CheckpointError(f"no weight files for load format {load_format!r} in {model_path}")
+    raise CheckpointError(
+        f"no weight files for load format {load_format!r} in {model_path}; "
+        "--load-format dummy makes random weights"
+    )
 
 
 def _safetensors_files(root: Path) -> list[Path]:

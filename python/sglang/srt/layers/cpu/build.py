@@ -20,6 +20,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from sglang.srt.cache_folder import cache_folder
+
 logger = logging.getLogger(__name__)
 
 # "off" selects the torch implementations; anything else builds the kernels where possible.
@@ -53,9 +55,8 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def cache_dir() -> Path:
-    """Folder of built libraries: $HISPEC_CACHE or ~/.cache/hispec, then `kernels`."""
-    root = os.environ.get("HISPEC_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "hispec") / "kernels"
+    """Folder of built libraries."""
+    return cache_folder() / "kernels"
 
 
 def _built_library() -> Path:

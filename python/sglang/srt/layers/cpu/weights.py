@@ -40,6 +40,11 @@ class CompressedWeight:
             raise ValueError(f"no compressed copy of format {weight_format!r}")
         self.refresh()
 
+    @property
+    def num_bytes(self) -> int:
+        """What a product reads of it."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Make the copy anew, in place, after `source` was written."""
