@@ -30,15 +30,14 @@ class NotBuilt:
 
 
 FP8_CACHE_DTYPES = ("fp8_e4m3", "fp8_e5m2")
+_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp16", "float16", *FP8_CACHE_DTYPES)
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("load_format", "this weight format", ("auto", "safetensors", "pt", "gguf", "dummy")),
     NotBuilt("model_impl", "this model implementation", ("auto", "sglang")),
     NotBuilt("quantization", "serving quantised weights"),
-    NotBuilt(
-        "kv_cache_dtype", "this KV cache type", ("auto", "bf16", "bfloat16", *FP8_CACHE_DTYPES)
-    ),
+    NotBuilt("kv_cache_dtype", "this KV cache type", _CACHE_DTYPES),
     NotBuilt("is_embedding", "serving embeddings"),
     NotBuilt("checkpoint_engine_wait_weights_before_ready", "waiting for a first weight update"),
     NotBuilt("model_loader_extra_config", "configuring the weight loader"),
