@@ -251,6 +251,23 @@ def test_bad_chat(http: HttpFront, body: Any, stream: bool) -> None:
     assert sent(http) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), ("/v1/completions", "max_tokens")],
+)
+@pytest.mark.parametrize(
+    ("value", "bound"),
+    [(10**18, "at most 2147483647"), (2**31, "at most 2147483647"), (0, "at least 1")],
+)
+def test_limits_of_tokens_are_named_as_the_client_names_them(
+    http: HttpFront, path: str, field: str, value: int, bound: str
+) -> None:
+    reply = http.post(path, json={"messages": HELLO, "prompt": "a", field: value})
+    assert reply.status_code == 400
+    message = reply.json()["message"]
+    assert message.startswith(f"{field} must be {bound}") and message.endswith(f"got {value}.")
+
+
 def test_content_type_must_be_json(http: HttpFront) -> None:
     body = json.dumps({"messages": HELLO})
     for path in (CHAT, "/v1/completions", "/v1/tokenize"):
