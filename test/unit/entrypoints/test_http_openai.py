@@ -217,6 +217,7 @@ BAD_CHAT = [
     {"messages": ["x"]},
     {"messages": [{"content": "x"}]},
     {"messages": [{"role": "user", "content": 3}]},
+    {"messages": [{"role": "user", "content": [5]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     {"messages": HELLO, "max_tokens": 0},
     {"messages": HELLO, "n": 0},
@@ -249,6 +250,23 @@ def test_bad_chat(http: HttpFront, body: Any, stream: bool) -> None:
     # Some clients look for the message here only.
     assert error.pop("error") == error
     assert sent(http) == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content has a text part"),
+        ([*HELLO, {"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[1].con"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_bad_messages_are_described(
+    http: HttpFront, messages: list[Any], reason: str, path: str
+) -> None:
+    reply = http.post(path, json={"messages": messages})
+    assert reply.status_code == 400 and reply.json()["object"] == "error"
+    assert reply.json()["message"].startswith(reason)
+    assert "of type 'text'" not in reply.json()["message"]
 
 
 @pytest.mark.parametrize(

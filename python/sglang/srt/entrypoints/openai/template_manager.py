@@ -100,12 +100,17 @@ def _text_content(index: int, content: Any) -> str:
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(
-                f"messages[{index}].content has a part of type {kind!r}; this server reads text."
-            )
+            raise RequestError(f"messages[{index}].content has {_fault_of_part(part)}.")
         texts.append(part["text"])
     return " ".join(texts)
+
+
+def _fault_of_part(part: Any) -> str:
+    """What a part of the content is that is not read."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind == "text":
+        return "a text part without text: its field `text` must be a string"
+    return f"a part of type {kind!r}; this server reads text"
 
 
 def _plain_tool_calls(index: int, tool_calls: Any) -> list[dict[str, Any]]:
