@@ -237,6 +237,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"max_tokens": 10**18}, "max_tokens must be at most"),
+        ({"messages": [{"role": "user"}]}, "no content"),
+        ({"messages": [{"role": "x", "content": "a"}]}, "role"),
         ({"n": 0}, "n must be"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),

@@ -257,6 +257,10 @@ def test_bad_chat(http: HttpFront, body: Any, stream: bool) -> None:
     [
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content has a text part"),
         ([*HELLO, {"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[1].con"),
+        ([{"role": "x", "content": "a"}], "messages[0].role must be one of system, developer, "),
+        ([{"role": "", "content": "a"}], "messages[0].role must be one of system, developer, "),
+        ([*HELLO, {"role": "user"}], "messages[1] has no content: a message of the user needs "),
+        ([{"role": "user", "content": None}], "messages[0] has no content"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
@@ -267,6 +271,22 @@ def test_bad_messages_are_described(
     assert reply.status_code == 400 and reply.json()["object"] == "error"
     assert reply.json()["message"].startswith(reason)
     assert "of type 'text'" not in reply.json()["message"]
+
+
+def test_every_role_of_templates_is_taken(http: HttpFront) -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "Developer", "content": "b"},
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "c"},
+        {"role": "function", "content": "d"},
+        {"role": "assistant", "content": None},
+    ]
+    reply = http.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    assert reply.status_code == 200, reply.text
+    assert "<|start|>developer\nb<|end|>" in prompt_text(sent(http)[0])
 
 
 @pytest.mark.parametrize(
