@@ -262,6 +262,13 @@ def test_a_busy_port_is_reported_before_anything_is_loaded(
             assert f"127.0.0.1:{port} is in use" in server.log.read_text()
 
 
+def test_a_host_that_is_no_address_is_reported_at_once(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log", "--host", "300.1.1.1") as server:
+        assert server.process.wait(8) == 1  # the wait for a busy port is longer
+        log = server.log.read_text()
+        assert "--host 300.1.1.1 is no address" in log and "Traceback" not in log
+
+
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
     with _serving(tmp_path / "nothing", tmp_path / "log") as server:
         assert server.process.wait(30) == 1
