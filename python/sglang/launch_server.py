@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.launch import LaunchError, Launching, start_subproce
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils.logging import configure_logger, suppress_noisy_warnings
-from sglang.srt.utils.network import wait_port_available
+from sglang.srt.utils.network import check_host, wait_port_available
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _serve(server_args: ServerArgs) -> int:
     if server_args.node_rank == 0:
+        try:
+            check_host(server_args.host)
+        except ValueError as error:
+            raise LaunchError(f"--host {error}") from error
         timeout_s = envs.SGLANG_WAIT_PORT_TIMEOUT.get()
         if not wait_port_available(server_args.port, server_args.host, timeout_s):
             raise LaunchError(f"{server_args.host}:{server_args.port} is in use or not ours")

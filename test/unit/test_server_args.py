@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import sglang
 from sglang import cli
 from sglang.srt import server_args_defaults
 from sglang.srt.environ import envs
+from sglang.srt.model_executor.model_runner import resolve_kv_dtype
 from sglang.srt.server_args import PortArgs, ServerArgs, prepare_server_args
 from sglang.srt.server_args_availability import NOT_BUILT, default_of, warn_ignored
 from sglang.srt.server_args_defaults import normalize
@@ -338,6 +340,14 @@ def test_an_8_bit_cache_needs_the_triton_backend(name: str) -> None:
     assert _cpu(device="cuda", kv_cache_dtype=name).kv_cache_dtype == name
     with pytest.raises(ValueError, match="--kv-cache-dtype fp4_e2m1: .* not available"):
         _cpu(device="cuda", kv_cache_dtype="fp4_e2m1")
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "fp16", "float16"])
+def test_16_bit_caches_go_with_every_backend(name: str) -> None:
+    assert _cpu(kv_cache_dtype=name).kv_cache_dtype == name
+    assert _cpu(device="cuda", kv_cache_dtype=name).kv_cache_dtype == name
+    full = "bfloat16" if name.startswith("b") else "float16"
+    assert resolve_kv_dtype(name, "float32") == getattr(torch, full)
 
 
 def test_triton_kernels_need_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

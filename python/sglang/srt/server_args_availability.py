@@ -30,7 +30,7 @@ class NotBuilt:
 
 
 FP8_CACHE_DTYPES = ("fp8_e4m3", "fp8_e5m2")
-KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", *FP8_CACHE_DTYPES)
+KV_CACHE_DTYPES = ("auto", "bf16", "bfloat16", "fp16", "float16", *FP8_CACHE_DTYPES)
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (

@@ -105,7 +105,11 @@ class ServerArgsFields:
     json_model_override_args: str = arg("{}", "JSON object merged into the model's config.")
     dtype: str = arg("auto", "Type of weights and activations.", choices=DTYPES)
     quantization: str | None = arg(None, "Quantisation method of the weights.")
-    kv_cache_dtype: str = arg("auto", "Type of the KV cache.")
+    kv_cache_dtype: str = arg(
+        "auto",
+        "Type of the KV cache; auto: the model's. Keys and values are rounded to it without "
+        "scales; fp16 holds none above 65504, which models in other types may have.",
+    )
     cpu_weight_format: str = arg(
         "auto",
         "Format in which decode steps of few requests read the weights on CPU; arithmetic stays "

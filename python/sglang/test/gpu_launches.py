@@ -129,6 +129,7 @@ ATTENTION = [
       for n in (1, 8, 64, 256)),
     Launch("decode, 8B, float16", lambda: _attend(LLAMA_8B, 8, 1, dtype=FP16)),
     Launch("decode, 8B, 8-bit cache", lambda: _attend(LLAMA_8B, 64, 1, kv_dtype=FP8)),
+    Launch("decode, 8B, float16 cache", lambda: _attend(LLAMA_8B, 64, 1, kv_dtype=FP16)),
     Launch("decode, 8B on two ranks", lambda: _attend(TWO_RANKS, 64, 1)),
     Launch("decode, SmolLM2", lambda: _attend(SMOLLM, 8, 1)),
     Launch("decode, Gemma 3, window", lambda: _attend(GEMMA_4B, 8, 1, window=1024)),

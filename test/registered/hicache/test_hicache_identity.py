@@ -47,6 +47,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Flags]:
         "other config": ["--model-path", str(other_config), "--page-size", 8],
         "bfloat16 model": [*base, "--dtype", "bfloat16"],
         "bfloat16 KV": [*base, "--kv-cache-dtype", "bfloat16"],
+        "float16 KV": [*base, "--kv-cache-dtype", "fp16"],
         "pages of 4": ["--model-path", str(model), "--page-size", 4],
         "layer_first": [*base, "--hicache-mem-layout", "layer_first"],
         "draft": draft(0),

@@ -226,9 +226,10 @@ def paged_case(
 
 SHAPES = [(9, 3, 64), (4, 4, 16), (10, 2, 80), (6, 1, 20), (2, 1, 128), (3, 3, 5)]
 OPTIONS = [(0, 0.0), (30, 0.0), (0, 5.0), (7, 3.0)]  # (window, logit_cap)
+KV_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize(("window", "logit_cap"), OPTIONS)
 def test_decode_attention_equals_torch(
@@ -242,7 +243,7 @@ def test_decode_attention_equals_torch(
     close(ops.decode_attention(q, *arguments), reference.decode_attention(q, *arguments))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
 @pytest.mark.parametrize(("window", "logit_cap"), OPTIONS)
 def test_extend_attention_equals_torch(
@@ -462,6 +463,7 @@ def make_stack(
         ("fp32", torch.float32, False),
         ("fp32", torch.float32, True),
         ("bf16", torch.bfloat16, False),
+        ("fp32", torch.float16, True),
         ("int8", torch.float32, True),
     ],
 )
@@ -487,6 +489,26 @@ def test_layer_stack_is_bitwise_the_single_operations(
     for layer, keys, values in zip(layers, expected_keys, expected_values):
         assert torch.equal(layer.k_buffer, keys)
         assert torch.equal(layer.v_buffer, values)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
+def test_layer_stack_rounds_values_of_every_size_as_torch_does(kv_dtype: torch.dtype) -> None:
+    """Values of heads are rounded to the cache's type, from its smallest ones to infinity."""
+    stack, layers, rows, hidden = make_stack("fp32", kv_dtype, True)
+    first = layers[0]
+    assert isinstance(first.qkv.weight, torch.Tensor) and first.qkv.bias is not None
+    # Of float16: between two numbers, around the largest, around the smallest with all digits.
+    edges = [2049.0, 2051.0, 65504.0, 65519.0, 65520.0, 7e4, 2**-14, 2**-14 * (1 - 2**-12)]
+    edges += [2**-25, 1.5 * 2**-25, 1.5 * 2**-24, 2.5 * 2**-24, 0.0, -0.0, -65520.0, -(2**-24)]
+    values = torch.cat((torch.tensor(edges), torch.logspace(-10, 6, 16)))
+    first.qkv.weight.zero_()
+    first.qkv.bias[-len(values) :] = values
+    stack.run_single_ops(hidden, rows)
+    expected = first.v_buffer[rows.slots].clone()
+    first.v_buffer[rows.slots] = 0
+    stack.run(hidden, rows)
+    assert torch.equal(first.v_buffer[rows.slots], expected)
 
 
 def test_layer_stack_sees_weights_written_in_place() -> None:

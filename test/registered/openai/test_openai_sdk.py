@@ -236,6 +236,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 10**18}, "max_tokens must be at most"),
+        ({"messages": [{"role": "user"}]}, "no content"),
+        ({"messages": [{"role": "x", "content": "a"}]}, "role"),
         ({"n": 0}, "n must be"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -262,3 +265,17 @@ def test_bad_fields(
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         chat(client, stream=is_stream, **fields)
     assert caught.value.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a{1000000}"),
+        ("ebnf", 'root ::= "a"{1000000}'),
+        ("json_schema", '{"type": "string", "pattern": "^a{1000000}$"}'),
+    ],
+)
+def test_a_grammar_that_hits_a_limit_is_named(client: openai.OpenAI, kind: str, text: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"[Tt]he {kind} ") as caught:
+        chat(client, extra_body={kind: text}, max_tokens=1000)
+    assert "too many" in str(caught.value).lower()

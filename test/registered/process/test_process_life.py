@@ -29,7 +29,7 @@ from sglang.srt.utils.network import get_free_ports
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fakes.tiny_models import make_tiny_checkpoint
 
-register_cpu_ci(est_time=50, suite="basic")
+register_cpu_ci(est_time=70, suite="basic")
 
 START_TIMEOUT_S = 120
 
@@ -148,6 +148,44 @@ def test_requests_cut_off_by_sigterm_get_proper_errors(
             assert error["message"] == "The server is shutting down."
 
 
+@pytest.mark.parametrize(
+    ("signals", "between_s"), [("TERM INT", 0.05), ("INT INT", 1.0), ("INT TERM", 0.05)]
+)
+def test_a_second_signal_ends_the_time_to_finish(
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    signals: str,
+    between_s: float,
+) -> None:
+    """Open streams get their errors at once, and an unfinished request holds nobody up."""
+    monkeypatch.setenv("SGLANG_SHUTDOWN_TIMEOUT", "20")
+    first, second = (signal.Signals[f"SIG{name}"] for name in signals.split())
+    with _serving(model_path, tmp_path / "log") as server, socket.socket() as unfinished:
+        server.wait_ready()
+        slow = requests.post(server.url + "/slow_down", json={"forward_sleep_time": 0.1})
+        assert slow.status_code == 200
+        unfinished.connect(("127.0.0.1", server.port))
+        unfinished.sendall(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
+        sampling = {"max_new_tokens": 300, "ignore_eos": True}
+        stream = _stream(server, "/generate", {"text": "hi", "sampling_params": sampling})
+        assert "error" not in next(stream)
+        server.process.send_signal(first)
+        time.sleep(between_s)
+        signalled = time.monotonic()
+        server.process.send_signal(second)
+        failure, done = list(stream)[-2:]
+        assert server.process.wait(15) == 0, server.log.read_text()
+        assert time.monotonic() - signalled < 6
+        server.assert_gone()
+        assert done == "data: [DONE]"
+        error = json.loads(failure.removeprefix("data: "))["error"]
+        assert error["message"] == "The server is shutting down."
+        log = server.log.read_text()
+        assert log.count("A second signal") == log.count("Failing 1 requests") == 1, log
+        assert "Traceback" not in log and "ERROR" not in log, log
+
+
 def test_requests_held_by_a_pause_get_proper_errors_at_sigterm(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +260,13 @@ def test_a_busy_port_is_reported_before_anything_is_loaded(
         with _serving(model_path, tmp_path / "log", port=port) as server:
             assert server.process.wait(30) == 1
             assert f"127.0.0.1:{port} is in use" in server.log.read_text()
+
+
+def test_a_host_that_is_no_address_is_reported_at_once(model_path: Path, tmp_path: Path) -> None:
+    with _serving(model_path, tmp_path / "log", "--host", "300.1.1.1") as server:
+        assert server.process.wait(8) == 1  # the wait for a busy port is longer
+        log = server.log.read_text()
+        assert "--host 300.1.1.1 is no address" in log and "Traceback" not in log
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:

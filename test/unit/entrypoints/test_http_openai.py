@@ -217,6 +217,7 @@ BAD_CHAT = [
     {"messages": ["x"]},
     {"messages": [{"content": "x"}]},
     {"messages": [{"role": "user", "content": 3}]},
+    {"messages": [{"role": "user", "content": [5]}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     {"messages": HELLO, "max_tokens": 0},
     {"messages": HELLO, "n": 0},
@@ -249,6 +250,60 @@ def test_bad_chat(http: HttpFront, body: Any, stream: bool) -> None:
     # Some clients look for the message here only.
     assert error.pop("error") == error
     assert sent(http) == []
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content has a text part"),
+        ([*HELLO, {"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[1].con"),
+        ([{"role": "x", "content": "a"}], "messages[0].role must be one of system, developer, "),
+        ([{"role": "", "content": "a"}], "messages[0].role must be one of system, developer, "),
+        ([*HELLO, {"role": "user"}], "messages[1] has no content: a message of the user needs "),
+        ([{"role": "user", "content": None}], "messages[0] has no content"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_bad_messages_are_described(
+    http: HttpFront, messages: list[Any], reason: str, path: str
+) -> None:
+    reply = http.post(path, json={"messages": messages})
+    assert reply.status_code == 400 and reply.json()["object"] == "error"
+    assert reply.json()["message"].startswith(reason)
+    assert "of type 'text'" not in reply.json()["message"]
+
+
+def test_every_role_of_templates_is_taken(http: HttpFront) -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "a"},
+        {"role": "Developer", "content": "b"},
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "c"},
+        {"role": "function", "content": "d"},
+        {"role": "assistant", "content": None},
+    ]
+    reply = http.post(CHAT, json={"messages": messages, "max_tokens": 1})
+    assert reply.status_code == 200, reply.text
+    assert "<|start|>developer\nb<|end|>" in prompt_text(sent(http)[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [(CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), ("/v1/completions", "max_tokens")],
+)
+@pytest.mark.parametrize(
+    ("value", "bound"),
+    [(10**18, "at most 2147483647"), (2**31, "at most 2147483647"), (0, "at least 1")],
+)
+def test_limits_of_tokens_are_named_as_the_client_names_them(
+    http: HttpFront, path: str, field: str, value: int, bound: str
+) -> None:
+    reply = http.post(path, json={"messages": HELLO, "prompt": "a", field: value})
+    assert reply.status_code == 400
+    message = reply.json()["message"]
+    assert message.startswith(f"{field} must be {bound}") and message.endswith(f"got {value}.")
 
 
 def test_content_type_must_be_json(http: HttpFront) -> None:

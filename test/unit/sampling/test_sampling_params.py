@@ -112,6 +112,20 @@ def test_parameters_that_are_no_object_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"max_new_tokens": 10**18}, "max_new_tokens must be an integer in [0, 2147483647], got"),
+        ({"n": 2**31}, "n must be in [1, 2147483647], got"),
+        ({"stream_interval": 2**31}, "stream_interval must be in [1, 2147483647], got"),
+    ],
+)
+def test_upper_bounds_are_named(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        SamplingParams.from_dict(values).verify(100)
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"max_new_tokens": -1},

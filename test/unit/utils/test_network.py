@@ -9,6 +9,7 @@ import pytest
 
 from sglang.srt.utils.network import (
     NetworkAddress,
+    check_host,
     get_free_port,
     get_free_ports,
     get_local_ip,
@@ -60,3 +61,19 @@ def test_free_ports_are_different_and_free() -> None:
 
 def test_the_local_address_is_one() -> None:
     assert NetworkAddress(get_local_ip(), 1).to_host_port_str()
+
+
+@pytest.mark.parametrize(
+    "host", ["300.1.1.1", "1.2.3.4.5", "127.0.0.1:80", "::g", "no.such.invalid", "a b", "x" * 300]
+)
+def test_hosts_that_nothing_can_listen_on_are_named(host: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ValueError) as caught:
+        check_host(host)
+    assert f"{host} is no address and no name" in str(caught.value)
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "0.0.0.0", "0", "localhost", "::1", "::"])
+def test_hosts_to_listen_on(host: str) -> None:
+    check_host(host)

@@ -197,6 +197,14 @@ def test_claimed_sizes_do_not_take_memory() -> None:
         read("not base64!")
 
 
+@pytest.mark.parametrize("data", ["AAAA", "not base64!", "", b"\0", b""])
+def test_what_is_no_serialized_data_is_told_what_is(data: str | bytes) -> None:
+    expected = "MultiprocessingSerializer.serialize(named_tensors, output_str=True)"
+    with pytest.raises(SerializationError) as caught:
+        read(data)
+    assert expected in str(caught.value) and "base64" in str(caught.value)
+
+
 def test_numbers_of_other_types_are_blocked() -> None:
     for value in (np.str_("x"), np.datetime64("2020-01-01"), np.complex64(1)):
         with pytest.raises(UnsafePickleError):

@@ -93,6 +93,7 @@ _KEEP_ALIVE_S = 60
 _ERROR_BYTES = 4000
 # What clients get to read the error with which the end of the server answers them.
 _LAST_WORDS_S = 2
+_SIGNAL_POLL_S = 0.1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -351,6 +352,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._manager = manager
         self.has_failed = False
+        self._is_hurried = False
 
     def stop_as_failed(self) -> None:
         """From the warm-up thread: leave, and let the launcher report a failure."""
@@ -359,18 +361,34 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        # uvicorn would leave without a word to anybody at a second SIGINT.
+        self._is_hurried = self.should_exit
         self._manager.gracefully_exit = True
-        super().handle_exit(sig, frame)
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn does, but whoever has no answer at the end of the time gets an error."""
-        drain_s = envs.SGLANG_SHUTDOWN_TIMEOUT.get()
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(drain_s, self._manager.mark_dead, SHUTTING_DOWN)
+        drain = asyncio.create_task(self._end_drain())
         try:
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
+            drain.cancel()
+        if self.force_exit:
+            # uvicorn leaves it out then, and the application reports that it was cancelled.
+            await self.lifespan.shutdown()
+
+    async def _end_drain(self) -> None:
+        """Fail what is left when the time to finish is over, or at once by a second signal."""
+        end = time.monotonic() + envs.SGLANG_SHUTDOWN_TIMEOUT.get()
+        # Looked at from time to time, as uvicorn does: signals do not wake the loop.
+        while (left := end - time.monotonic()) > 0 and not self._is_hurried:
+            await asyncio.sleep(min(left, _SIGNAL_POLL_S))
+        if self._is_hurried:
+            logger.warning("A second signal: what still runs is answered with an error now")
+        self._manager.mark_dead(SHUTTING_DOWN)
+        if self._is_hurried:
+            await asyncio.sleep(_LAST_WORDS_S)
+            self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -238,8 +238,8 @@ class BatchResultProcessor:
         for index, token_id in enumerate(new_ids):
             accepted = grammar.accept_token(token_id)
             if not accepted or grammar.error is not None:
-                text = grammar.error or f"token {token_id} does not fit the grammar"
-                return StepVerdicts(abort=FinishAbort(text, 400, "BadRequestError"))
+                text = grammar.error or f"token {token_id} does not fit"
+                return StepVerdicts(abort=_broken_grammar(req, text))
             if grammar.is_terminated():
                 return StepVerdicts(grammar_end=index)
         return StepVerdicts()
@@ -333,6 +333,15 @@ class BatchResultProcessor:
         else:
             req.num_hidden += 1
             req.hidden_states.append(logits.hidden_states[index].float().tolist())
+
+
+def _broken_grammar(req: Req, reason: str) -> FinishAbort:
+    """The end of a request whose grammar goes no further: some limits are met only on the way."""
+    constraint = req.sampling_params.grammar
+    assert constraint is not None
+    # The engine's reason does not say what it is about.
+    text = f"The {constraint[0]} cannot be followed any further: {reason}"
+    return FinishAbort(text, 400, "BadRequestError")
 
 
 class _OutputLogprobs:

@@ -74,7 +74,12 @@ from sglang.srt.weight_sync.tensor_bucket import LocalSerializedTensor as LocalS
 logger = logging.getLogger(__name__)
 
 # Names of the command line that are not torch's.
-_KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+_KV_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
 
 # Largest captured decode batch unless a flag says otherwise.
 DEFAULT_GRAPH_MAX_BS = 256

@@ -155,7 +155,7 @@ class SamplingParams:
         max_new, min_new = self.max_new_tokens, self.min_new_tokens
         limit = INT32_MAX if max_new is None else max_new
         checks = (
-            (0 <= limit <= INT32_MAX, "max_new_tokens", "an integer >= 0", max_new),
+            (0 <= limit <= INT32_MAX, "max_new_tokens", f"an integer in [0, {INT32_MAX}]", max_new),
             (0 <= min_new <= limit, "min_new_tokens", f"in [0, max_new_tokens={max_new}]", min_new),
             (0 <= self.temperature < math.inf, "temperature", "finite and >= 0", self.temperature),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p),
@@ -179,11 +179,11 @@ class SamplingParams:
                 "in (0, 2]",
                 self.repetition_penalty,
             ),
-            (1 <= self.n <= INT32_MAX, "n", ">= 1", self.n),
+            (1 <= self.n <= INT32_MAX, "n", f"in [1, {INT32_MAX}]", self.n),
             (
                 self.stream_interval is None or 1 <= self.stream_interval <= INT32_MAX,
                 "stream_interval",
-                ">= 1",
+                f"in [1, {INT32_MAX}]",
                 self.stream_interval,
             ),
             (

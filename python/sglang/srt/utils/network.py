@@ -64,6 +64,17 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def check_host(host: str) -> None:
+    """Raises ValueError for what is neither an address nor a known name; "" is all interfaces."""
+    # The resolver takes what looks like an address but is none for a name, and asks the network.
+    is_numeric = ":" in host or not host.strip("0123456789.")
+    flags = socket.AI_NUMERICHOST if is_numeric else 0
+    try:
+        socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=flags)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{host} is no address and no name that is known here: {error}") from error
+
+
 def is_port_available(port: int, host: str = "") -> bool:
     """Whether a TCP server could listen on this port now ("" is every IPv4 interface)."""
     if not 0 < port < 65536:

@@ -65,6 +65,13 @@ for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
 _ALLOWED["numpy", "dtype"] = ("sglang.srt.utils.serialization", "_NumberType")
 
 
+# For the author of a trainer, who sees no more than the message.
+_EXPECTED = (
+    "each entry must be the base64 text that "
+    "MultiprocessingSerializer.serialize(named_tensors, output_str=True) returns"
+)
+
+
 class UnsafePickleError(RuntimeError):
     """The data asks for something that is not on the list."""
 
@@ -154,7 +161,7 @@ class MultiprocessingSerializer:
             try:
                 data = binascii.a2b_base64(data, strict_mode=True)
             except ValueError as error:
-                raise SerializationError(f"not base64: {error}") from error
+                raise SerializationError(f"not base64 ({error}): {_EXPECTED}") from error
         try:
             return SafeUnpickler(data).load()
         except UnsafePickleError:
@@ -162,7 +169,7 @@ class MultiprocessingSerializer:
         # Damaged data makes the listed functions fail in any way they can.
         except Exception as error:
             raise SerializationError(
-                f"cannot read serialized tensors: {type(error).__name__}: {error}"
+                f"cannot read serialized tensors ({type(error).__name__}: {error}): {_EXPECTED}"
             ) from error
 
 

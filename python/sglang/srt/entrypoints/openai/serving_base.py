@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, new_rid
 from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.managers.request_normalizer import refuse_reserved_rids
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import INT32_MAX
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,14 @@ class OpenAIServingBase:
     @staticmethod
     def wants_continuous_usage(request: CommonRequest) -> bool:
         return bool((request.stream_options or {}).get("continuous_usage_stats"))
+
+
+def check_max_tokens(name: str, value: int, least: int = 1) -> None:
+    """Raises RequestError in terms of the client's field, which is not named as the native one."""
+    if value < least:
+        raise RequestError(f"{name} must be at least {least}, got {value}.")
+    if value > INT32_MAX:
+        raise RequestError(f"{name} must be at most {INT32_MAX}, got {value}.")
 
 
 def _json_text(value: str | dict[str, Any] | None) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import (
     OpenAIServingBase,
+    check_max_tokens,
     finish_fields,
     model_sampling_defaults,
     response_id,
@@ -101,11 +102,11 @@ class OpenAIServingChat(OpenAIServingBase):
     async def _native(self, request: ChatCompletionRequest) -> GenerateReqInput:
         if request.top_logprobs and not request.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true.")
-        max_tokens = request.max_completion_tokens
+        max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
-            max_tokens = request.max_tokens
-        if max_tokens is not None and max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, got {max_tokens}.")
+            max_tokens, name = request.max_tokens, "max_tokens"
+        if max_tokens is not None:
+            check_max_tokens(name, max_tokens)
         prompt: dict[str, Any]
         if request.input_ids is not None:
             prompt = {"input_ids": request.input_ids}

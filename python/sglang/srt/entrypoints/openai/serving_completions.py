@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import (
     OpenAIServingBase,
+    check_max_tokens,
     finish_fields,
     response_id,
     sglext,
@@ -89,8 +90,7 @@ class OpenAIServingCompletion(OpenAIServingBase):
     def _native(
         self, request: CompletionRequest, prompts: list[Prompt], is_batch: bool
     ) -> GenerateReqInput:
-        if request.max_tokens < (0 if request.echo else 1):
-            raise RequestError(f"max_tokens must be at least 1, got {request.max_tokens}.")
+        check_max_tokens("max_tokens", request.max_tokens, least=0 if request.echo else 1)
         if request.suffix:
             raise RequestError("suffix is not supported by this server.")
         if request.best_of is not None and request.best_of != request.n:

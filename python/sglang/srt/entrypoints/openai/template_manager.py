@@ -15,6 +15,8 @@ from sglang.srt.managers.request_errors import RequestError
 from sglang.srt.utils.chat_template import ChatTemplateError, render_chat, select_template
 from sglang.srt.utils.tokenizer import BaseTokenizer
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
 
 def load_template(chat_template: str) -> str:
     """The Jinja source that `--chat-template` names. Raises ValueError."""
@@ -73,7 +75,8 @@ class TemplateManager:
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates expect them: text content, tool arguments as objects.
 
-    Raises RequestError on a message without role or with content that is not text.
+    Raises RequestError on a message without a known role, on a user's without content, and on
+    content that is not text.
     """
     if not messages:
         raise RequestError("messages must hold at least one message.")
@@ -83,7 +86,16 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _plain_message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] must be an object with a role.")
-    plain = dict(message)
+    role = message["role"].lower()
+    if role not in _ROLES:
+        # Templates drop or misplace what they do not know, and the answer misses it in silence.
+        known = ", ".join(_ROLES)
+        raise RequestError(
+            f"messages[{index}].role must be one of {known}, got {message['role'][:40]!r}."
+        )
+    if role == "user" and message.get("content") is None:
+        raise RequestError(f"messages[{index}] has no content: a message of the user needs some.")
+    plain = {**message, "role": role}
     plain["content"] = _text_content(index, message.get("content"))
     if message.get("tool_calls"):
         plain["tool_calls"] = _plain_tool_calls(index, message["tool_calls"])
@@ -100,12 +112,17 @@ def _text_content(index: int, content: Any) -> str:
     texts = []
     for part in content:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(
-                f"messages[{index}].content has a part of type {kind!r}; this server reads text."
-            )
+            raise RequestError(f"messages[{index}].content has {_fault_of_part(part)}.")
         texts.append(part["text"])
     return " ".join(texts)
+
+
+def _fault_of_part(part: Any) -> str:
+    """What a part of the content is that is not read."""
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if isinstance(part, dict) and kind == "text":
+        return "a text part without text: its field `text` must be a string"
+    return f"a part of type {kind!r}; this server reads text"
 
 
 def _plain_tool_calls(index: int, tool_calls: Any) -> list[dict[str, Any]]:

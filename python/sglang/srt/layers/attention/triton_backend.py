@@ -10,8 +10,8 @@ stream.
 
 Long prompts without prefix go to cuDNN (`triton_ops.dense_prefill`), where it can do them.
 
-The pool may be in an 8-bit float type: keys and values are rounded to it when they are stored,
-without scales, and widened when they are read.
+The pool may be in another float type of 16 or 8 bits: keys and values are rounded to it when they
+are stored, without scales, and converted back when they are read.
 
 Limits: head sizes up to 256. `seq_lens` and the request table must not be written by a kernel that
 lets others start early (`triton_ops.device.launch_early`).

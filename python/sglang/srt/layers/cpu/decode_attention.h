@@ -4,12 +4,12 @@
 
 #include "simd.h"
 
-// Float32 or bfloat16 KV of one layer: [rows, kv_heads, head_dim], heads without gaps.
+// Float32, bfloat16 or float16 KV of one layer: [rows, kv_heads, head_dim], heads without gaps.
 // native.py mirrors this struct field by field.
 struct Paged {
   void *k, *v;
   int64_t ldk, ldv;             // elements from one row (slot) to the next
-  int64_t is_bf16;
+  int64_t format;
   const int32_t *req_to_token;  // [requests, ld_table]: slot of each position
   int64_t ld_table;
   int64_t q_heads, kv_heads, head_dim;
@@ -192,8 +192,11 @@ static void decode_team(DecodePlan &plan, const Paged &a, const float *q, int64_
     const float *qb = q + b * ldq + head * group * d;
     float *part = plan.part.data() + (piece * a.q_heads + head * group) * ld;
     float mx[64], sum[64];
-    if (a.is_bf16) decode_task<bf16>(a, qb, head, slots, len, part, ld, mx, sum);
-    else decode_task<float>(a, qb, head, slots, len, part, ld, mx, sum);
+    switch (a.format) {
+      case BF16: decode_task<bf16>(a, qb, head, slots, len, part, ld, mx, sum); break;
+      case FP16: decode_task<fp16>(a, qb, head, slots, len, part, ld, mx, sum); break;
+      default: decode_task<float>(a, qb, head, slots, len, part, ld, mx, sum); break;
+    }
     for (int64_t g = 0; g < group; g++) {
       part[g * ld + d] = mx[g];
       part[g * ld + d + 1] = sum[g];

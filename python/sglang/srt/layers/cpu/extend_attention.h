@@ -154,8 +154,11 @@ static void extend_task(const Paged &a, const ExtendArgs &e, const ExtendTask &t
   const int32_t *slots = e.req_idx[b] * a.ld_table + a.req_to_token;
   for (int64_t k0 = low / BK * BK; k0 < end; k0 += BK) {
     const int64_t len = std::min(BK, end - k0);
-    if (a.is_bf16) pack_block<bf16>(a, task.head, slots + k0, len, w);
-    else pack_block<float>(a, task.head, slots + k0, len, w);
+    switch (a.format) {
+      case BF16: pack_block<bf16>(a, task.head, slots + k0, len, w); break;
+      case FP16: pack_block<fp16>(a, task.head, slots + k0, len, w); break;
+      default: pack_block<float>(a, task.head, slots + k0, len, w); break;
+    }
     gemm_block(w.q.data(), d, w.kt.data(), BK, w.s.data(), BK, rows, BK, d, false);
     for (int64_t r = 0; r < rows; r++) {
       const int64_t pos = first + r / group;

@@ -54,16 +54,16 @@ struct Scratch {
 
 static thread_local Scratch scratch;
 
-static void store_kv(const float *src, void *base, int64_t is_bf16, int64_t offset, int64_t d) {
-  if (!is_bf16) {
-    memcpy((float *)base + offset, src, d * sizeof(float));
-    return;
-  }
-  bf16 *dst = (bf16 *)base + offset;
-  for (int64_t i = 0; i < d; i++) {
-    uint32_t u;
-    memcpy(&u, src + i, 4);
-    dst[i].bits = (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);  // to nearest, ties to even
+template <class T>
+static void store_narrowed(const float *src, T *dst, int64_t d) {
+  for (int64_t i = 0; i < d; i++) narrow(src[i], dst + i);
+}
+
+static void store_kv(const float *src, void *base, int64_t format, int64_t offset, int64_t d) {
+  switch (format) {
+    case BF16: store_narrowed(src, (bf16 *)base + offset, d); break;
+    case FP16: store_narrowed(src, (fp16 *)base + offset, d); break;
+    default: memcpy((float *)base + offset, src, d * sizeof(float)); break;
   }
 }
 
@@ -82,9 +82,9 @@ static void rope_team(const Stack &s, const Layer &layer, const Paged &p, const 
       rotary_row(x, s.cos_sin + rows.positions[b] * s.rot_dim, 1, d, s.rot_dim);
     }
     if (is_v)
-      store_kv(x, p.v, p.is_bf16, rows.slots[b] * p.ldv + (h - p.q_heads - p.kv_heads) * d, d);
+      store_kv(x, p.v, p.format, rows.slots[b] * p.ldv + (h - p.q_heads - p.kv_heads) * d, d);
     else if (!is_q)
-      store_kv(x, p.k, p.is_bf16, rows.slots[b] * p.ldk + (h - p.q_heads) * d, d);
+      store_kv(x, p.k, p.format, rows.slots[b] * p.ldk + (h - p.q_heads) * d, d);
   }
 }
 

@@ -35,7 +35,8 @@ class DecoderLayer:
     """Tensors of one pre-norm layer; norms [hidden] float32, q_norm and k_norm [head_dim].
 
     `qkv` stacks the rows of q, k and v; `gate_up` those of gate and up. `k_buffer` and `v_buffer`
-    [slots, kv_heads, head_dim] are the layer's part of the KV pool, float32 or bfloat16.
+    [slots, kv_heads, head_dim] are the layer's part of the KV pool: float32, bfloat16 or
+    float16.
     """
 
     qkv: Product

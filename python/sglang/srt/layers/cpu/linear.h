@@ -4,8 +4,6 @@
 
 #include "simd.h"
 
-enum Format { F32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
-
 // One weight matrix [m, k], row-major without gaps. native.py mirrors this struct field by field.
 struct Weight {
   const void *data;

@@ -23,6 +23,7 @@ SMALL_ROWS = 8
 _SMALL_ROWS_AVX512 = 32
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+_KV_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 SILU, GELU_TANH = 0, 1
 _MAX_GROUP = 64  # query heads of one KV head; a fixed array in the kernel
 
@@ -48,7 +49,7 @@ class PagedStruct(ctypes.Structure):
         ("v", c_void_p),
         ("ldk", c_int64),
         ("ldv", c_int64),
-        ("is_bf16", c_int64),
+        ("format", c_int64),
         ("req_to_token", c_void_p),
         ("ld_table", c_int64),
         ("q_heads", c_int64),
@@ -348,7 +349,7 @@ def make_paged(
     _require(num_heads % kv_heads == 0, f"{num_heads} heads over {kv_heads} KV heads")
     _require(num_heads // kv_heads <= _MAX_GROUP, f"more than {_MAX_GROUP} heads per KV head")
     _require(v_buffer.shape == k_buffer.shape, "keys and values differ in shape")
-    _require(dtype in (torch.float32, torch.bfloat16), f"KV of {dtype} is not supported")
+    _require(dtype in _KV_TYPES, f"KV of {dtype} is not supported")
     for buffer in (k_buffer, v_buffer):
         _require(buffer.dtype == dtype, "keys and values differ in type")
         _require(buffer.stride(2) == 1 and buffer.stride(1) == head_dim, "KV rows have gaps")
@@ -359,7 +360,7 @@ def make_paged(
         v_buffer.data_ptr(),
         k_buffer.stride(0),
         v_buffer.stride(0),
-        dtype is torch.bfloat16,
+        _FORMATS[dtype],
         req_to_token.data_ptr(),
         req_to_token.stride(0),
         num_heads,

@@ -142,11 +142,11 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one query per request over its paged keys and values.
 
-    q [bs, heads, head_dim]; k_buffer, v_buffer [slots, kv_heads, head_dim] float32 or bfloat16, the
-    query's own key already stored; req_to_token int32 [requests, positions]: slot of each position;
-    req_pool_indices, seq_lens [bs] integers, seq_lens with the query's own token. `window` > 0:
-    only that many latest keys; `logit_cap` > 0: cap * tanh(score / cap). Fills and returns
-    `out` [bs, heads, head_dim] (new if None).
+    q [bs, heads, head_dim]; k_buffer, v_buffer [slots, kv_heads, head_dim] float32, bfloat16 or
+    float16, the query's own key already stored; req_to_token int32 [requests, positions]: slot of
+    each position; req_pool_indices, seq_lens [bs] integers, seq_lens with the query's own token.
+    `window` > 0: only that many latest keys; `logit_cap` > 0: cap * tanh(score / cap). Fills and
+    returns `out` [bs, heads, head_dim] (new if None).
     """
     return _chosen().decode_attention(
         q,

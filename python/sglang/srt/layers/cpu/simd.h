@@ -28,6 +28,9 @@ typedef float vfu __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(VL * 2), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(VL), aligned(1), may_alias));
 
+// Types of what the kernels read; native.py has the same numbers.
+enum Format { F32 = 0, BF16 = 1, FP16 = 2, INT8 = 3 };
+
 struct bf16 {
   uint16_t bits;
 };
@@ -87,6 +90,31 @@ INLINE float scalar(const fp16 *p) {
   memcpy(&f, &u, 4);
   f *= 0x1p112f;
   return p->bits & 0x8000 ? -f : f;
+}
+
+// Rounding to nearest, ties to even.
+INLINE void narrow(float x, bf16 *p) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  p->bits = (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+INLINE void narrow(float x, fp16 *p) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  const uint32_t sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
+  if (size > 0x7f800000) {  // not a number
+    p->bits = (uint16_t)(sign | 0x7e00);
+  } else if (size >= 0x47800000) {  // 2^16 and above
+    p->bits = (uint16_t)(sign | 0x7c00);
+  } else if (size < 0x38800000) {  // below 2^-14: the addition rounds to steps of 2^-24
+    float magnitude;
+    memcpy(&magnitude, &size, 4);
+    magnitude += 0.5f;
+    memcpy(&u, &magnitude, 4);
+    p->bits = (uint16_t)(sign | (u - 0x3f000000));
+  } else {  // another bias of the exponent; rounding up may reach infinity
+    p->bits = (uint16_t)(sign | ((size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13));
+  }
 }
 
 // Subtracting zero is the one operation that compilers may drop: what stays is a broadcast.
