@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.tokenizer import get_tokenizer
@@ -33,6 +33,13 @@ class Front:
     async def generate(self, **fields: Any) -> Any:
         """One answer, not streaming."""
         return await anext(self.manager.generate_request(GenerateReqInput(**fields)))
+
+    async def start(self, **fields: Any) -> asyncio.Task[Any]:
+        """A request that the scheduler has; the task ends with its answer."""
+        before = len(self.scheduler.of_type(TokenizedGenerateReqInput))
+        task = asyncio.create_task(self.generate(**fields))
+        await until(lambda: len(self.scheduler.of_type(TokenizedGenerateReqInput)) > before)
+        return task
 
     async def stream(self, **fields: Any) -> list[dict[str, Any]]:
         source = self.manager.generate_request(GenerateReqInput(stream=True, **fields))
