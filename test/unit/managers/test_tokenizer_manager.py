@@ -383,8 +383,8 @@ def test_abort_reaches_a_request_whose_prompt_is_computed_for_its_samples(tmp_pa
 def test_abort_takes_a_prefix_and_returns_what_there_is(tmp_path: Path) -> None:
     async def body(front: Front) -> None:
         front.scheduler.step_s = 0.01
-        batch = await start(
-            front, text=["a", "b"], rid="job", sampling_params=ENDLESS, return_logprob=True
+        batch = await front.start(
+            text=["a", "b"], rid="job", sampling_params=ENDLESS, return_logprob=True
         )
         other = await front.start(text="c", rid="other", sampling_params={"max_new_tokens": 30})
         front.manager.abort_request("")  # nothing
