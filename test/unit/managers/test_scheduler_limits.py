@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddResult, PrefillAdder, PrefillLimits
 from sglang.test.fakes.fake_worker import FakeModelWorker, FakeSpeculativeWorker, oracle
 from sglang.test.fakes.scheduler_harness import SchedulerHarness
@@ -159,6 +160,20 @@ def test_long_prompts_that_meet_take_turns(worker_class, overlap, page, window):
     for rid, (prompt, max_new) in asked.items():
         _check(harness, rid, prompt, max_new)
     assert any(harness.outputs[rid][-1].num_retractions for rid in asked)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_who_is_retracted_for_being_alone_and_too_long_is_counted(overlap, monkeypatch):
+    harness = _harness(PLAIN, overlap=overlap)
+    harness.generate("r", _prompt(5), 8, ignore_eos=True)
+    harness.step(3)
+    with monkeypatch.context() as patch:  # random lives do not come here
+        patch.setattr(ScheduleBatch, "has_decode_memory", lambda batch: False)
+        harness.step()
+    harness.run_until_idle()
+    _check(harness, "r", _prompt(5), 8)
+    retractions = harness.outputs["r"][-1].num_retractions
+    assert harness.scheduler.reports.num_retracted_total == retractions == 1
 
 
 @pytest.mark.parametrize("window", [None, 80])
