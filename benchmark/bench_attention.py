@@ -8,8 +8,10 @@ matrix product of 8192^3. Both ceilings are measured in the same process. Heads 
 Llama-3.1-8B (32 query heads, 8 KV heads, head size 128); slots are random.
 
 Launches are captured and replayed, over as many layers as it takes to leave the cache, and the
-median of the replays is taken. `--sweep` also tries other block sizes and PyTorch's own kernels
-(on contiguous keys). `--small` is a check that runs anywhere, on a CPU in Triton's interpreter.
+median of the replays is taken. *In layers* is what decode and verification add to a layer whose
+other operations are there too: the block sizes for few requests were chosen by that. `--sweep` also
+tries other block sizes and PyTorch's own kernels (on contiguous keys). `--small` is a check that
+runs anywhere, on a CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("bench_attention")
 
-KINDS = ["decode", "verify", "extend", "ops"]
+KINDS = ["decode", "verify", "extend", "layers", "ops"]
 
 
 def show(results: list[Result]) -> None:
     for r in sorted(results, key=lambda r: (r.kind, r.batch, r.prefix, r.new, r.microseconds)):
         logger.info(
-            "%-14s %4d x %5d over %6d  %-28s %9.1f us %8.1f  %5.2f",
+            "%-16s %4d x %5d over %6d  %-28s %9.1f us %8.1f  %5.2f",
             *(r.kind, r.batch, r.new, r.prefix, r.variant, r.microseconds, r.rate, r.share),
         )
 
@@ -69,6 +71,9 @@ def main() -> int:
         bench_ops,
         measure_ceilings,
     )
+    from kernel_timing.layers import LOADS as STEPS
+    from kernel_timing.layers import SMALL_LOADS as SMALL_STEPS
+    from kernel_timing.layers import bench_in_layers
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     torch.manual_seed(0)
@@ -82,6 +87,9 @@ def main() -> int:
             continue
         if not args.kinds or load.kind in args.kinds:
             results += bench_load(load, ceilings, args.sweep)
+    for load in SMALL_STEPS if args.small else STEPS:
+        if load.batch in (args.batches or [load.batch]) and "layers" in (args.kinds or KINDS):
+            results += bench_in_layers(load, ceilings[0], args.sweep)
     if not args.kinds or "ops" in args.kinds:
         results += bench_ops(args.small)
     show(results)

@@ -158,6 +158,11 @@ def _linear(rows: int, out: int, width: int, *, wide: bool = False) -> None:
         OPS.linear(x, weight, torch.empty(out, dtype=BF16))
 
 
+def _gated_linear(rows: int, out: int, width: int) -> None:
+    x, weight = torch.empty(rows, width, dtype=BF16), torch.empty(out, width, dtype=BF16)
+    OPS.silu_linear(x, weight, None)
+
+
 def _experts(tokens: int) -> None:
     weights = ExpertWeights(
         gate_up=torch.empty(128, 2 * 768, 2048, dtype=BF16),
@@ -191,6 +196,9 @@ def _rotate(rows: int, heads: Heads) -> None:
 PRODUCTS = [
     *(Launch(f"product of {rows} rows", partial(_linear, rows, 576, 576))
       for rows in (1, 2, 4, 8)),
+    *(Launch(f"gated product of {rows} rows", partial(_gated_linear, rows, 3072, 576))
+      for rows in (1, 2, 8)),
+    Launch("gated product of one row, 8B", lambda: _gated_linear(1, 28672, 4096)),
     Launch("product of one row, 8B down", lambda: _linear(1, 4096, 14336)),
     Launch("head, 8B, one row", lambda: _linear(1, 128_256, 4096, wide=True)),
     Launch("experts, 1 token", lambda: _experts(1)),

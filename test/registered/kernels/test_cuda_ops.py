@@ -262,15 +262,40 @@ def test_product_of_a_few_rows(
     torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=sum_error)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7])
+@pytest.mark.parametrize("shape", [(26, 300), (18, 1040), (10, 2100)])
+def test_gated_product_is_that_of_two_operations(
+    shape: tuple[int, int], num_rows: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Bit by bit, in each block size: features that are no multiple of it, rows with a distance."""
+    x = randn(num_rows, 2 * shape[1], dtype=dtype)[:, : shape[1]] / shape[1] ** 0.5
+    weight = randn(*shape, dtype=dtype)
+    bias = randn(shape[0], dtype=dtype) if with_bias else None
+    assert torch.equal(gemv(x, weight, bias, gated=True), OURS.silu_and_mul(gemv(x, weight, bias)))
+
+
+def test_gated_products_of_many_rows_and_of_odd_weights() -> None:
+    x, weight = randn(17, 40, dtype=DTYPES[0]), randn(26, 40, dtype=DTYPES[0])
+    expected = OURS.silu_and_mul(OURS.linear(x, weight, None))
+    assert torch.equal(OURS.silu_linear(x, weight, None), expected)
+    with pytest.raises(ValueError, match="no two halves"):
+        gemv(x[:1], weight[:25], None, gated=True)
+
+
 def test_few_rows_take_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
     for name in ("gemv", "skinny"):
-        note = functools.partial(lambda name, x, *_: calls.append((name, len(x))), name)
+        note = functools.partial(lambda name, x, *_, **__: calls.append((name, len(x))), name)
         monkeypatch.setattr(cuda_ops, name, note)
     weight = randn(64, 32, dtype=torch.float16)
     for num_rows in (0, 1, 2, 8, 9, 16, 17):
         OURS.linear(randn(num_rows, 32, dtype=torch.float16), weight, None)
     assert calls == [("gemv", 1), ("gemv", 2), ("gemv", 8), ("skinny", 9), ("skinny", 16)]
+    calls.clear()
+    OURS.silu_linear(randn(8, 32, dtype=torch.float16), weight, None)
+    assert calls == [("gemv", 8)], "gated in the same launch"
     assert gemv_is_worthwhile(2, 6144, 4096)
     assert not gemv_is_worthwhile(4, 6144, 4096), "the library has the matrix units"
     assert not is_worthwhile(4, 6144, 4096), "the library splits wide rows"

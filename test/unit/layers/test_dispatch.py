@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.layers.activation import get_gated_activation
+from sglang.srt.layers.activation import get_gated_activation, get_gated_linear
 from sglang.srt.layers.dispatch import CpuFloat32Ops, TorchOps, select_ops
 
 TORCH, CPU = TorchOps(), CpuFloat32Ops()
@@ -71,9 +71,17 @@ def test_gated_activations() -> None:
     torch.testing.assert_close(get_gated_activation("gelu")(x), functions.gelu(gate) * up)
 
 
+@pytest.mark.parametrize("name", ["silu", "swish", "gelu", "gelu_new"])
+def test_gated_linear_activates_the_product(name: str) -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(20, 8), torch.randn(20)
+    expected = get_gated_activation(name)(torch.nn.functional.linear(x, weight, bias))
+    torch.testing.assert_close(get_gated_linear(name)(x, weight, bias), expected)
+
+
 def test_unknown_activation_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="relu6.*silu"):
-        get_gated_activation("relu6")
+    for getter in (get_gated_activation, get_gated_linear):
+        with pytest.raises(ValueError, match="relu6.*silu"):
+            getter("relu6")
 
 
 def test_apply_rope() -> None:

@@ -10,6 +10,8 @@ from torch.nn import functional
 from sglang.srt.layers.dispatch import Ops, default_ops
 
 GatedActivation = Callable[[torch.Tensor], torch.Tensor]  # [n, 2 * d] -> [n, d]
+# x [n, in], weight [2 * d, in], bias [2 * d] -> [n, d]
+GatedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def _gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -35,3 +37,14 @@ def get_gated_activation(name: str) -> GatedActivation:
         known = ", ".join(sorted(_GATED_ACTIVATIONS))
         raise ValueError(f"activation {name!r} is not supported; known ones: {known}")
     return _GATED_ACTIVATIONS[name](default_ops())
+
+
+def get_gated_linear(name: str) -> GatedLinear:
+    """The product with a fused gate/up weight, and `get_gated_activation(name)` of it.
+
+    Raises ValueError as that does.
+    """
+    ops, activation = default_ops(), get_gated_activation(name)
+    if name in ("silu", "swish"):
+        return ops.silu_linear
+    return lambda x, weight, bias: activation(ops.linear(x, weight, bias))

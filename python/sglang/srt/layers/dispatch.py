@@ -93,6 +93,12 @@ class Ops(Protocol):
         """[n, 2 * d] -> gelu(first half, tanh form) * second half, [n, d]."""
         ...
 
+    def silu_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`silu_and_mul` of `linear`: x [n, in], weight [2 * d, in], bias [2 * d] -> [n, d]."""
+        ...
+
     def apply_rope(
         self,
         q: torch.Tensor,
@@ -213,6 +219,11 @@ class TorchOps:
     def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
         return functional.gelu(gate, approximate="tanh") * up
+
+    def silu_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def apply_rope(
         self,

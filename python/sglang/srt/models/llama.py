@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.activation import get_gated_activation
+from sglang.srt.layers.activation import get_gated_linear
 from sglang.srt.layers.dispatch import add_rows, take_rows
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -46,11 +46,12 @@ class GatedMLP(nn.Module):
             hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias)
-        self._activation = get_gated_activation(hidden_act)
+        self._gated_linear = get_gated_linear(hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, hidden] -> [n, hidden]."""
-        return self.down_proj(self._activation(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj
+        return self.down_proj(self._gated_linear(x, gate_up.weight, gate_up.bias))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

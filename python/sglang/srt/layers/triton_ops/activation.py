@@ -1,6 +1,7 @@
 """Gated activations on CUDA: one pass over the fused gate/up product.
 
-Called by `cuda_ops.py`. Rounds the activation before the product, as the reference set does.
+Called by `cuda_ops.py`; `gemv.py` has the same behind its product. Rounds the activation before
+the product, as the reference set does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,19 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.device import launch_early
+
+
+@triton.jit
+def gated_product(gate: tl.tensor, up: tl.tensor, GELU_TANH: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up, or with GELU's tanh form, in their type."""
+    wide = gate.to(tl.float32)
+    if GELU_TANH:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        argument = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    else:
+        argument = wide
+    activated = (wide / (1.0 + tl.exp(-argument))).to(gate.dtype)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -30,15 +44,7 @@ def _gate_and_mul_kernel(
     inside = column < width
     gate = tl.load(x + row * row_stride + column, mask=inside, other=0.0)
     up = tl.load(x + row * row_stride + width + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    if GELU_TANH:
-        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
-        argument = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
-    else:
-        argument = wide
-    activated = (wide / (1.0 + tl.exp(-argument))).to(gate.dtype)
-    product = activated.to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * width + column, product.to(gate.dtype), mask=inside)
+    tl.store(out + row * width + column, gated_product(gate, up, GELU_TANH), mask=inside)
 
 
 def gate_and_mul(x: torch.Tensor, gelu_tanh: bool) -> torch.Tensor:

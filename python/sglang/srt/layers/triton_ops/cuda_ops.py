@@ -74,6 +74,13 @@ class CudaOps:
     def gelu_tanh_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         return gate_and_mul(x, gelu_tanh=True)
 
+    def silu_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if gemv_is_worthwhile(x.shape[0], *weight.shape):
+            return gemv(x, weight, bias, gated=True)
+        return self.silu_and_mul(self.linear(x, weight, bias))
+
     def apply_rope(
         self,
         q: torch.Tensor,

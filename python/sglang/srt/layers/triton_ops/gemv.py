@@ -4,7 +4,8 @@ Called by `cuda_ops.py` for one token, and for a few where `is_worthwhile` says 
 batches, and the verification of a few drafts. A program owns some output features of up to four
 rows and reads their weight rows whole, so that there is nothing to add up between programs. Its
 first tile of the weight is on the way before the kernel that computes `x` has ended: weights must
-be older than that.
+be older than that. Of a fused gate and up weight a program owns rows of both halves, so that it can
+activate and multiply their products itself: one launch less a layer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.activation import gated_product
 from sglang.srt.layers.triton_ops.device import launch_early, num_multiprocessors
 
 MAX_ROWS = 8
@@ -32,7 +34,7 @@ _PROGRAMS_PER_PROCESSOR = 3
 class GemvConfig:
     """How a launch divides its work."""
 
-    block_out: int  # output features a program
+    block_out: int  # rows of the weight a program; even where they are gated
     block_in: int  # input features an iteration
     num_warps: int
     rows: int = 1  # rows of x a program: 1, 2 or 4
@@ -91,15 +93,23 @@ def gemv_kernel(
     BLOCK_IN: tl.constexpr,
     VECTOR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Grid: blocks of output features, groups of ROWS (1, 2 or 4) rows. `out` is contiguous."""
+    """Grid: blocks of the weight's rows, groups of ROWS (1, 2 or 4) rows of x.
+
+    `out` [num_rows, num_out] is contiguous; the weight has 2 * num_out rows if GATED.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    FEATURES: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    part = tl.arange(0, BLOCK_OUT)
     column = tl.arange(0, BLOCK_IN)
     # Behind the ends the last feature and row are computed again: cheaper than masked loads.
-    lines = weight + tl.minimum(feature, num_out - 1).to(tl.int64) * weight_stride
+    line = tl.minimum(tl.program_id(0) * FEATURES + part % FEATURES, num_out - 1)
+    if GATED:
+        line += part // FEATURES * num_out
+    lines = weight + line.to(tl.int64) * weight_stride
     first = tl.program_id(1).to(tl.int64) * ROWS
     x += first * x_stride
     last = num_rows - 1 - first
@@ -135,14 +145,19 @@ def gemv_kernel(
     else:
         pairs = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3))
         total = tl.reshape(tl.sum(pairs, 1), (BLOCK_OUT, ROWS))
-    inside = (feature < num_out)[:, None]
     if HAS_BIAS:
-        total += tl.load(bias + feature[:, None], mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(bias + line[:, None]).to(tl.float32)
+    result = total.to(out.dtype.element_ty)
+    if GATED:
+        halves = tl.permute(tl.reshape(result, (2, FEATURES, ROWS)), (1, 2, 0))
+        gate, up = tl.split(halves)
+        result = gated_product(gate, up, False)
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     number = tl.arange(0, ROWS)[None, :]
     tl.store(
         out + (first + number) * num_out + feature[:, None],
-        total.to(out.dtype.element_ty),
-        mask=inside & (number <= last),
+        result,
+        mask=(feature < num_out)[:, None] & (number <= last),
     )
 
 
@@ -154,7 +169,7 @@ def is_worthwhile(num_rows: int, num_out: int, width: int) -> bool:
 
 
 def choose_config(num_rows: int, num_out: int, width: int, device: torch.device) -> GemvConfig:
-    """Block sizes from the number of rows and the shape of the weight, [num_out, width]."""
+    """Block sizes from the number of rows of x and the shape of the weight, [num_out, width]."""
     block_in = max(min(triton.next_power_of_2(width), _MAX_BLOCK_IN), _VECTOR)
     num_warps = max(1, min(8, block_in // (32 * _VECTOR)))
     early = launch_early(device, 1)
@@ -184,20 +199,25 @@ def gemv(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None = None,
     config: GemvConfig | None = None,
+    gated: bool = False,
 ) -> torch.Tensor:
     """x [n, in] times weight [out, in] (both with contiguous rows), plus bias [out]: [n, out].
 
-    Any n >= 1 is right, few are fast. Sums in float32; the result is like x unless `out_dtype` says
+    `gated`: silu(first half) * second half of that, [n, out / 2], rounded as by two operations. Any
+    n >= 1 is right, few are fast. Sums in float32; the result is like x unless `out_dtype` says
     otherwise. Raises ValueError for another layout.
     """
-    num_out, width = weight.shape
+    num_lines, width = weight.shape
     num_rows = x.shape[0]
     if x.shape[1:] != (width,) or x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit")
+    if gated and num_lines % 2:
+        raise ValueError(f"a weight {tuple(weight.shape)} has no two halves")
+    num_out = num_lines // 2 if gated else num_lines
     out = torch.empty((num_rows, num_out), dtype=out_dtype or x.dtype, device=x.device)
-    config = config or choose_config(num_rows, num_out, width, x.device)
+    config = config or choose_config(num_rows, num_lines, width, x.device)
     early = {"launch_pdl": True} if config.early else {}
-    gemv_kernel[(triton.cdiv(num_out, config.block_out), triton.cdiv(num_rows, config.rows))](
+    gemv_kernel[(triton.cdiv(num_lines, config.block_out), triton.cdiv(num_rows, config.rows))](
         x,
         weight,
         x if bias is None else bias,
@@ -212,6 +232,7 @@ def gemv(
         BLOCK_IN=config.block_in,
         VECTOR=_VECTOR,
         HAS_BIAS=bias is not None,
+        GATED=gated,
         EARLY=config.early,
         num_warps=config.num_warps,
         **early,

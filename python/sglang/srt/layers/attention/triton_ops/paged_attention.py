@@ -33,6 +33,10 @@ _MERGE_HERE_ELEMENTS = 4096
 # Where requests have several new tokens: elements of a row block, at most, that is merged so.
 # Larger ones would take many rounds, or more registers than attention does.
 _MERGE_HERE_BLOCK = 2048
+# Elements of a block of keys, at most, beside which a multiprocessor has room for programs of the
+# next kernel. Steps of a few requests: there the products around attention launch early themselves,
+# and programs that come early to a multiprocessor that must be divided anew only delay it.
+_SMALL_TILE = 8192
 # Counters of a workspace; `share_target` times the number of KV heads may be as many.
 MAX_SHARES = 4096
 
@@ -50,6 +54,8 @@ class LaunchConfig:
     # Launch while the kernel before is still at work, and the merging kernel likewise. Lengths and
     # table must be older than the kernel before. Hopper and later.
     early: bool = False
+    # Let the kernel behind be launched while this one is at work. Hopper and later.
+    early_next: bool = False
     # Where `query_lens` is None: mask every block of keys instead of taking the last ones in a
     # loop of their own.
     one_loop: bool = True
@@ -138,40 +144,44 @@ def choose_config(inputs: PagedAttentionInputs) -> LaunchConfig:
     """Block sizes for a launch, from shapes alone."""
     num_tokens, num_heads, head_dim = inputs.queries.shape
     num_kv_heads = inputs.keys.shape[1]
-    group = num_heads // num_kv_heads
-    batch_size = inputs.seq_lens.shape[0]
     processors = num_multiprocessors(inputs.queries.device)
-    num_requests = inputs.likely_requests or batch_size
-    mean_rows = math.ceil(num_tokens / num_requests) * group
+    num_requests = inputs.likely_requests or inputs.seq_lens.shape[0]
+    mean_rows = math.ceil(num_tokens / num_requests) * (num_heads // num_kv_heads)
     wide = head_dim > 128 or inputs.queries.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(mean_rows), MIN_ROWS), 64 if wide else 128)
     num_blocks = _max_row_blocks(inputs, block_m, num_requests) * num_kv_heads
+    is_few = num_blocks <= processors
     share_target = _share_target(num_kv_heads, 2 * processors)
     num_warps, num_stages, block_n = 8, 5, 64
     if wide:
         num_warps, num_stages, block_n = 4, 3, 32
-    elif block_m <= 32:
+    elif block_m <= 32 and is_few:
         num_warps = 4
-        if num_blocks <= processors:
+        if block_m == MIN_ROWS and not inputs.has_one_query:
+            num_warps, num_stages = 2, 4
+        else:
             # One program a multiprocessor, with as much in flight as fits: fewer shares to merge.
             block_n = 128
             share_target = _share_target(num_kv_heads, processors)
-        elif block_m == MIN_ROWS and num_blocks >= 6 * processors:
-            # More programs than find room at once: the smallest, which leave it soonest.
-            block_n, num_warps, num_stages = 32, 1, 3
-        elif block_m == MIN_ROWS:
-            num_warps, num_stages = 2, 3
+    elif block_m == MIN_ROWS and num_blocks >= 6 * processors:
+        # More programs than find room at once: the smallest, which leave it soonest.
+        block_n, num_warps, num_stages = 32, 1, 3
+    elif block_m == MIN_ROWS:
+        num_warps, num_stages = 2, 3
     elif block_m <= 64:
         num_warps = 4
     elif num_blocks >= 4 * processors:
         share_target = 0
+    early = supports_early_launch(inputs.queries.device)
+    is_short_step = inputs.has_one_query and is_few
     return LaunchConfig(
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
         share_target=share_target,
-        early=supports_early_launch(inputs.queries.device),
+        early=early and not is_short_step,
+        early_next=early and (not is_short_step or block_n * head_dim <= _SMALL_TILE),
         one_loop=inputs.has_one_query,
     )
 
@@ -215,36 +225,19 @@ def _launch(
     inputs: PagedAttentionInputs, out: torch.Tensor, workspace: Workspace, config: LaunchConfig
 ) -> None:
     queries, keys, values, tree_mask = inputs.queries, inputs.keys, inputs.values, inputs.tree_mask
-    num_tokens, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
     batch_size = inputs.seq_lens.shape[0]
-    group = num_heads // num_kv_heads
-    block_d = max(triton.next_power_of_2(head_dim), 16)
+    sizes = _shared_sizes(inputs, config)
     num_items = _max_row_blocks(inputs, config.block_m, batch_size)
-    shared = config.share_target > 0
-    if shared:
+    is_shared = config.share_target > 0
+    if is_shared:
         num_items += config.share_target - 1
-    partial_out, partial_lse = workspace.reserve(
-        num_items * num_kv_heads * config.block_m if shared else 0, block_d
+    partial = workspace.reserve(
+        num_items * num_kv_heads * config.block_m if is_shared else 0, sizes["BLOCK_D"]
     )
-    equal_lens = inputs.equal_lens
-    query_lens = inputs.seq_lens if inputs.query_lens is None else inputs.query_lens
-    min_share = max(MIN_KEYS_PER_SHARE, config.block_n)
-    sizes = {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "BLOCK_M": config.block_m,
-        "BATCH_BLOCK": batch_block(batch_size),
-        "WINDOW": inputs.window or 0,
-        "QUERIES": equal_lens,
-        "PDL": config.early,
-    }
-    early = {"launch_pdl": True} if config.early else {}
-    new = inputs.new or _no_new_tokens(inputs, partial_lse)
-    merge = _merge_sizes(inputs, config, block_d)
-    one_loop = config.one_loop and equal_lens > 0
+    new = inputs.new or _no_new_tokens(inputs, partial[1])
+    merge = _merge_sizes(inputs, config, sizes["BLOCK_D"])
+    one_loop = config.one_loop and inputs.equal_lens > 0
     paged_attention_kernel[(num_kv_heads, num_items)](
         queries,
         out,
@@ -254,10 +247,9 @@ def _launch(
         inputs.table_rows,
         inputs.table if inputs.slot_map is None else inputs.slot_map,
         inputs.seq_lens,
-        query_lens,
+        _query_lens(inputs),
         queries if tree_mask is None else tree_mask.view(torch.uint8),
-        partial_out,
-        partial_lse,
+        *partial,
         workspace.arrivals,
         new.keys,
         new.values,
@@ -266,7 +258,7 @@ def _launch(
         new.slots,
         batch_size,
         config.share_target,
-        min_share,
+        _min_share(config),
         inputs.table.stride(0),
         0 if tree_mask is None else tree_mask.shape[2],
         queries.stride(0),
@@ -278,40 +270,79 @@ def _launch(
         new.cos_sin.stride(0),
         inputs.scaling * math.log2(math.e),
         HALF=0 if inputs.new is None else new.cos_sin.shape[1] // 2,
-        NEW_BLOCK=1 if inputs.new is None else triton.next_power_of_2(equal_lens),
+        NEW_BLOCK=1 if inputs.new is None else triton.next_power_of_2(inputs.equal_lens),
         BLOCK_N=config.block_n,
         TREE=tree_mask is not None,
         MAPPED=inputs.slot_map is not None,
-        SHARED=shared,
+        SHARED=is_shared,
         PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
         ONE_LOOP=one_loop,
         # Else the masked loop is a block or two: not worth the registers of a pipeline.
         MASKED_STAGES=config.num_stages if one_loop or inputs.window else 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **early,
+        **_early(config),
         **sizes,
         **merge,
     )
-    if not shared or merge["MERGE_HERE"]:
-        return
-    group_block = triton.next_power_of_2(group)
-    merge_shares_kernel[(num_kv_heads, num_tokens)](
+    if is_shared and not merge["MERGE_HERE"]:
+        _launch_merge(inputs, out, partial, config, sizes)
+
+
+def _launch_merge(
+    inputs: PagedAttentionInputs,
+    out: torch.Tensor,
+    partial: tuple[torch.Tensor, torch.Tensor],
+    config: LaunchConfig,
+    sizes: dict[str, int],
+) -> None:
+    """Merge the shares `partial` by a kernel of its own."""
+    group_block = triton.next_power_of_2(sizes["GROUP"])
+    merge_shares_kernel[(sizes["NUM_KV_HEADS"], out.shape[0])](
         out,
         inputs.seq_lens,
-        query_lens,
-        partial_out,
-        partial_lse,
-        batch_size,
+        _query_lens(inputs),
+        *partial,
+        inputs.seq_lens.shape[0],
         config.share_target,
-        min_share,
+        _min_share(config),
         out.stride(0),
         GROUP_BLOCK=group_block,
-        MERGE_SHARES=max(1, _MERGE_ELEMENTS // (group_block * block_d)),
+        MERGE_SHARES=max(1, _MERGE_ELEMENTS // (group_block * sizes["BLOCK_D"])),
         num_warps=4,
-        **early,
+        **_early(config),
         **sizes,
     )
+
+
+def _shared_sizes(inputs: PagedAttentionInputs, config: LaunchConfig) -> dict[str, int]:
+    """Constants of both kernels."""
+    _, num_heads, head_dim = inputs.queries.shape
+    num_kv_heads = inputs.keys.shape[1]
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": num_heads // num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
+        "BLOCK_M": config.block_m,
+        "BATCH_BLOCK": batch_block(inputs.seq_lens.shape[0]),
+        "WINDOW": inputs.window or 0,
+        "QUERIES": inputs.equal_lens,
+        "PDL": config.early or config.early_next,
+    }
+
+
+def _early(config: LaunchConfig) -> dict[str, bool]:
+    return {"launch_pdl": True} if config.early else {}
+
+
+def _query_lens(inputs: PagedAttentionInputs) -> torch.Tensor:
+    """In the place of lengths that nobody reads: any."""
+    return inputs.seq_lens if inputs.query_lens is None else inputs.query_lens
+
+
+def _min_share(config: LaunchConfig) -> int:
+    return max(MIN_KEYS_PER_SHARE, config.block_n)
 
 
 def _no_new_tokens(inputs: PagedAttentionInputs, any_floats: torch.Tensor) -> NewTokens:
