@@ -51,6 +51,30 @@ class Load:
         pairs = self.new * self.prefix + self.new * (self.new + 1) // 2
         return 4 * self.batch * pairs * HEADS * HEAD_DIM
 
+    def read(self, variant: str, seconds: float, bandwidth: float, where: str = "") -> Result:
+        """The line of a launch that took so long, bound by reading keys and values."""
+        rate = self.kv_bytes / seconds
+        return self._result(variant, seconds, rate / 1e9, rate / bandwidth, where)
+
+    def multiplied(self, variant: str, seconds: float, ceiling: float) -> Result:
+        """The line of a launch that took so long, bound by the matrix unit."""
+        rate = self.flops / seconds
+        return self._result(variant, seconds, rate / 1e12, rate / ceiling)
+
+    def _result(
+        self, variant: str, seconds: float, rate: float, share: float, where: str = ""
+    ) -> Result:
+        return Result(
+            kind=self.kind + where,
+            variant=variant,
+            batch=self.batch,
+            new=self.new,
+            prefix=self.prefix,
+            microseconds=seconds * 1e6,
+            rate=rate,
+            share=share,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -222,6 +246,7 @@ def sweep_configs(load: Load, chosen: LaunchConfig) -> list[LaunchConfig]:
             num_stages=stages,
             share_target=target,
             early=chosen.early,
+            early_next=chosen.early_next,
             one_loop=one_loop,
         )
         for one_loop in ((False,) if load.kind == "extend" else (True, False))
@@ -237,21 +262,9 @@ def bench_load(load: Load, ceilings: tuple[float, float], sweep: bool) -> list[R
     def add(variant: str, actions: list[Action]) -> None:
         seconds = seconds_per_call(actions, 20)
         if load.kind == "extend":
-            rate, share = load.flops / seconds / 1e12, load.flops / seconds / ceilings[1]
+            results.append(load.multiplied(variant, seconds, ceilings[1]))
         else:
-            rate, share = load.kv_bytes / seconds / 1e9, load.kv_bytes / seconds / ceilings[0]
-        results.append(
-            Result(
-                kind=load.kind,
-                variant=variant,
-                batch=load.batch,
-                new=load.new,
-                prefix=load.prefix,
-                microseconds=seconds * 1e6,
-                rate=rate,
-                share=share,
-            )
-        )
+            results.append(load.read(variant, seconds, ceilings[0]))
 
     chosen = choose_config(batch.inputs)
     add("chosen", batch.actions(None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -130,27 +131,15 @@ class Step:
 def bench_in_layers(load: Load, bandwidth: float, sweep: bool) -> list[Result]:
     """Time that attention adds to a layer, with the chosen launch; `sweep`: with others too."""
     step = Step(load)
-    without = step.seconds(lambda: step.run(None, with_attention=False))
+    without = step.seconds(partial(step.run, None, with_attention=False))
     chosen = step.chosen()
     configs = {"chosen": chosen}
     if sweep:
         configs |= dict(_others(chosen))
     results = []
     for name, config in configs.items():
-        seconds = step.seconds(lambda: step.run(config)) - without  # noqa: B023
-        rate = load.kv_bytes / seconds
-        results.append(
-            Result(
-                kind=f"{load.kind} in layers",
-                variant=name,
-                batch=load.batch,
-                new=load.new,
-                prefix=load.prefix,
-                microseconds=seconds * 1e6,
-                rate=rate / 1e9,
-                share=rate / bandwidth,
-            )
-        )
+        seconds = step.seconds(partial(step.run, config)) - without
+        results.append(load.read(name, seconds, bandwidth, " in layers"))
     return results
 
 

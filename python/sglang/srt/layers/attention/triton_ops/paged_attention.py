@@ -54,7 +54,8 @@ class LaunchConfig:
     # Launch while the kernel before is still at work, and the merging kernel likewise. Lengths and
     # table must be older than the kernel before. Hopper and later.
     early: bool = False
-    # Let the kernel behind be launched while this one is at work. Hopper and later.
+    # Let the kernel behind be launched while this one is at work, as `early` does too. Hopper and
+    # later.
     early_next: bool = False
     # Where `query_lens` is None: mask every block of keys instead of taking the last ones in a
     # loop of their own.
